@@ -1,0 +1,164 @@
+"""A flow run as a job: its id and run folder, its stages, and how it stops.
+
+A stage is a task in a thread of its own. The flow's main thread waits for it and is the only one that
+signals reach; on Ctrl-C or a termination signal it asks the stage to stop, waits until the partial
+checkpoint is written, and the flow returns `Cancelled` instead of crashing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from prefect.client.schemas.objects import State
+from prefect.context import FlowRunContext
+from prefect.exceptions import TerminationSignal
+from prefect.states import Cancelled
+from prefect.task_runners import ThreadPoolTaskRunner
+from prefect.tasks import Task
+
+from grpo_core.compute.preview import admit
+from grpo_core.config import EvalConfig, GRPOConfig, PipelineConfig, SFTConfig
+from grpo_core.errors import LabError
+from grpo_core.progress import Deadline, Monitor, StopReason
+from tasks.monitoring import JobRef, StopFlag, watching
+from tasks.places import CONFIG, RESULT, inside, located, run_folder, write_json
+
+# Stages run one after the other; a second thread lets one start while another is still ending.
+FLOW: dict[str, Any] = {
+    "task_runner": ThreadPoolTaskRunner(max_workers=2),
+    "log_prints": False,
+    "persist_result": False,
+    "result_serializer": "json",
+}
+
+Document = dict[str, Any]
+C = TypeVar("C", SFTConfig, GRPOConfig, EvalConfig, PipelineConfig)
+
+
+class Stopped(Exception):
+    """A job ends early because a stop was wanted.
+
+    Attributes:
+        document: what the stopped stage returned; at least its `stop_reason`.
+    """
+
+    def __init__(self, document: Document):
+        super().__init__(document["stop_reason"])
+        self.document = document
+
+
+class Job:
+    """One flow run as a job.
+
+    Attributes:
+        id: ``<prefix>-<unix seconds>-<8 hex of the flow run's UUID>``; a retried flow run keeps it.
+        folder: where its resolved config and its result lie, and its checkpoints unless the config names another place.
+        ref: what its stages are told of it.
+    """
+
+    def __init__(self, prefix: str):
+        context = FlowRunContext.get()
+        assert context is not None and context.flow_run is not None, "a job exists only within a flow run"
+        flow_run = context.flow_run
+        created = flow_run.created.timestamp() if flow_run.created else time.time()
+        self.id = f"{prefix}-{int(created)}-{flow_run.id.hex[:8]}"
+        self.folder = run_folder(self.id)
+        self.ref: JobRef = {"id": self.id, "flow_run_id": str(flow_run.id), "mlflow_parent": None}
+        self.stop = StopFlag()
+        self._started = time.monotonic()
+
+    @property
+    def duration_s(self) -> float:
+        """Seconds since this attempt began."""
+        return time.monotonic() - self._started
+
+    def stage(self, task: Task[..., Document], **arguments: Any) -> Document:
+        """Run one stage and wait for its document.
+
+        Raises:
+            Stopped: the stage ended early.
+            Exception: whatever the stage raised, after its retries.
+        """
+        future = task.submit(**arguments)
+        try:
+            document = future.result()
+        except INTERRUPTS:
+            # Weights may be half updated in the other thread: only the loop itself knows when to save.
+            self.stop.request(StopReason.CANCELLED)
+            document = future.result()
+        if document.get("status") == "cancelled":
+            raise Stopped(document)
+        if self.stop.stop_requested():  # asked for in the stage's last moment: it is done, the next one must not start
+            raise Stopped(INTERRUPTED)
+        return document
+
+
+INTERRUPTS = (KeyboardInterrupt, TerminationSignal)
+INTERRUPTED: Document = {"stop_reason": StopReason.CANCELLED.value}
+
+
+@contextmanager
+def interrupts_stop() -> Iterator[None]:
+    """Outside a stage, an interrupt stops the job at once: nothing is unsaved there."""
+    try:
+        yield
+    except INTERRUPTS:
+        raise Stopped(INTERRUPTED) from None
+
+
+def run_job(prefix: str, config: C, stages: Callable[[Job, C], Document]) -> Document | State[Any]:
+    """Run the stages of a flow as a job, and keep its config and its result in the run folder.
+
+    Args:
+        stages: given the job and its resolved config, runs the stages and returns the job's result document.
+
+    Returns:
+        That document; or, when a stop was wanted, Prefect's `Cancelled` with the document as its data.
+
+    Raises:
+        LabError: the config cannot be honoured here, or a stage failed on purpose.
+    """
+    job = Job(prefix)
+    resolved = located(config).resolved()
+    write_json(inside(job.folder, CONFIG), resolved.model_dump(mode="json"))
+    try:
+        admit(resolved)
+        with watching(*_stoppers(job, resolved)), interrupts_stop():
+            result = stages(job, resolved)
+    except Stopped as stopped:
+        result = {"job_id": job.id, **stopped.document, "status": "cancelled"}
+    except Exception as error:
+        described = _described(error)
+        stop_reason = StopReason.NO_SIGNAL.value if described["code"] == "NO_SIGNAL" else None
+        failure = {"job_id": job.id, "status": "failed", "stop_reason": stop_reason, "error": described}
+        write_json(inside(job.folder, RESULT), failure)
+        raise
+    write_json(inside(job.folder, RESULT), result)
+    if result["status"] == "cancelled":
+        return Cancelled(message=_stop_message(result), data=result)
+    return result
+
+
+def _stoppers(job: Job, config: SFTConfig | GRPOConfig | EvalConfig | PipelineConfig) -> tuple[Monitor, ...]:
+    """What may stop the job. The time ceiling is the whole job's, so its clock starts here and not with a stage."""
+    hours = config.compute.max_duration_hours
+    return (job.stop, Deadline(hours)) if hours else (job.stop,)
+
+
+def _described(error: Exception) -> dict[str, str | None]:
+    """An error as job documents show it; one that nobody raised on purpose has the code ``INTERNAL``."""
+    if isinstance(error, LabError):
+        return error.as_dict()
+    return {"code": "INTERNAL", "message": f"{type(error).__name__}: {error}", "hint": None, "field": None}
+
+
+def _stop_message(result: Document) -> str:
+    """Why a job stopped, and the partial checkpoint that can be resumed or evaluated, if there is one."""
+    trainings = (result, result.get("rl"), result.get("sft"))
+    kept = next(
+        (f"; partial checkpoint: {each['checkpoint_dir']}" for each in trainings if each and each.get("partial")), ""
+    )
+    return f"stopped ({result['stop_reason']}){kept}"

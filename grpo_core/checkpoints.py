@@ -1,0 +1,208 @@
+"""The checkpoint store of one training run, over fsspec.
+
+A run's folder, which may be any fsspec URL::
+
+    step-000000/        the policy as training began (the reference that the KL may refer to)
+    step-000010/        policy files, optimizer.safetensors, state.json and, written last, manifest.json
+    adapter_config.json, adapter_model.safetensors     the final policy, once the run is complete
+    result.json         the result of a complete run, written after everything else
+
+A folder without a valid manifest is no checkpoint. Tensors are safetensors, the rest is JSON.
+What a run does with its checkpoints (resume, refuse, extend) is in `training.py`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import fsspec
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+
+from grpo_core.errors import CheckpointCorrupt, CheckpointError, NotFoundError
+
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+RESULT = "result.json"
+_STEP = re.compile(r"step-(\d{6,})$")
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint says of itself.
+
+    Attributes:
+        config: resolved config of the job, without its `checkpoint_dir`.
+        layout: what exact continuation depends on (dtype, device, libraries, micro-batching).
+        files: SHA-256 of every file by name.
+        parent: step of the checkpoint that this one continued from, or None.
+    """
+
+    step: int
+    kind: str
+    partial: bool
+    config: dict[str, Any]
+    layout: dict[str, Any]
+    digest: str
+    files: dict[str, str]
+    parent: int | None
+    format_version: int = FORMAT_VERSION
+
+
+class CheckpointStore:
+    """Checkpoints of one run under one URL."""
+
+    def __init__(self, url: str):
+        self._fs, root = url_to_fs(url)
+        self._root = root.rstrip("/")
+        self.url = self._root if isinstance(self._fs, LocalFileSystem) else str(self._fs.unstrip_protocol(self._root))
+
+    def steps(self) -> list[int]:
+        """Steps that have a readable manifest, ascending by number."""
+        return [manifest.step for manifest in self.manifests()]
+
+    def manifests(self) -> list[Manifest]:
+        """Manifests of all complete checkpoints, ascending by step."""
+        self._fs.invalidate_cache()
+        if not self._fs.isdir(self._root):
+            return []
+        steps = []
+        for path in self._fs.ls(self._root, detail=False):
+            if match := _STEP.search(path.rstrip("/")):
+                steps.append(int(match[1]))
+        found = (self._manifest(step) for step in sorted(steps))
+        return [manifest for manifest in found if manifest is not None]
+
+    def latest(self) -> Manifest | None:
+        """The newest complete checkpoint."""
+        manifests = self.manifests()
+        return manifests[-1] if manifests else None
+
+    def save(self, source: Path, manifest: Manifest) -> None:
+        """Upload a staged local folder as a checkpoint; its manifest goes last."""
+        folder = self._folder(manifest.step)
+        if self._fs.exists(folder):
+            self._fs.rm(folder, recursive=True)  # an incomplete one: its writer was killed
+        self._fs.makedirs(folder, exist_ok=True)
+        for name in manifest.files:
+            self._fs.put_file(str(source / name), f"{folder}/{name}")
+        self._write_json(f"{folder}/{MANIFEST}", manifest.__dict__)
+
+    def mark_partial(self, step: int) -> None:
+        """Say of a complete checkpoint that its run stopped there."""
+        manifest = self._manifest(step)
+        assert manifest is not None
+        self._write_json(f"{self._folder(step)}/{MANIFEST}", {**manifest.__dict__, "partial": True})
+
+    @contextmanager
+    def opened(self, step: int) -> Iterator[Path]:
+        """A verified local copy of a checkpoint's files.
+
+        Raises:
+            CheckpointCorrupt: bytes are not those of the manifest.
+        """
+        manifest = self._manifest(step)
+        if manifest is None:
+            raise NotFoundError(f"{self.url} has no complete checkpoint of step {step}", field="checkpoint_dir")
+        with tempfile.TemporaryDirectory(prefix="grpo-lab-") as temporary:
+            for name, digest in manifest.files.items():
+                local = Path(temporary) / name
+                self._fs.get_file(f"{self._folder(step)}/{name}", str(local))
+                if file_digest(local) != digest:
+                    raise CheckpointCorrupt(f"{self.url}/step-{step:06d}/{name} differs from its manifest's digest")
+            yield Path(temporary)
+
+    def result(self) -> dict[str, Any] | None:
+        """The stored result of a complete run."""
+        return self._read_json(f"{self._root}/{RESULT}")
+
+    def finish(self, policy_files: Path, result: dict[str, Any]) -> None:
+        """Put the final policy's files into the run's folder and write its result last."""
+        for path in sorted(policy_files.iterdir()):
+            self._fs.put_file(str(path), f"{self._root}/{path.name}")
+        self._write_json(f"{self._root}/{RESULT}", result)
+
+    def reopen(self) -> None:
+        """Take back the result of a complete run that is being extended."""
+        if self._fs.exists(f"{self._root}/{RESULT}"):
+            self._fs.rm_file(f"{self._root}/{RESULT}")
+
+    def _folder(self, step: int) -> str:
+        return f"{self._root}/step-{step:06d}"
+
+    def _manifest(self, step: int) -> Manifest | None:
+        content = self._read_json(f"{self._folder(step)}/{MANIFEST}")
+        if content is None:
+            return None
+        if content.get("format_version") != FORMAT_VERSION:
+            message = f"{self.url}/step-{step:06d} has format version {content.get('format_version')!r}"
+            raise CheckpointError(message, hint=f"this version reads {FORMAT_VERSION}")
+        return Manifest(**content)
+
+    def _read_json(self, path: str) -> dict[str, Any] | None:
+        try:
+            content = json.loads(self._fs.cat_file(path))
+        except (FileNotFoundError, json.JSONDecodeError):
+            return None  # never written, or its writer was killed: either way not complete
+        return content if isinstance(content, dict) else None
+
+    def _write_json(self, path: str, content: dict[str, Any]) -> None:
+        self._fs.pipe_file(path, json.dumps(content, indent=2, sort_keys=True).encode())
+
+
+@contextmanager
+def policy_folder(url: str) -> Iterator[Path]:
+    """A local copy of the policy files that a URL names.
+
+    The URL may be a training run's folder (its newest complete checkpoint is taken), one checkpoint of
+    it, or a plain adapter directory from elsewhere.
+
+    Raises:
+        NotFoundError: there is nothing of the kind.
+        CheckpointCorrupt: bytes are not those of the manifest.
+    """
+    store = CheckpointStore(url)
+    if latest := store.latest():
+        with store.opened(latest.step) as folder:
+            yield folder
+        return
+    parent, _, name = store.url.rpartition("/")
+    if match := _STEP.search(name):
+        with CheckpointStore(parent).opened(int(match[1])) as folder:
+            yield folder
+        return
+    fs, root = url_to_fs(store.url)
+    if not fs.isdir(root):
+        raise NotFoundError(f"there is no checkpoint folder {url!r}", field="checkpoint_dir")
+    with tempfile.TemporaryDirectory(prefix="grpo-lab-") as temporary:
+        for path in fs.ls(root, detail=False):
+            if not fs.isdir(path):
+                fs.get_file(path, str(Path(temporary) / path.rpartition("/")[2]))
+        yield Path(temporary)
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a local file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read_text(url: str) -> str:
+    """The text of a file at any fsspec URL.
+
+    Raises:
+        NotFoundError: there is no such file.
+    """
+    try:
+        with fsspec.open(url, "r") as file:
+            return str(file.read())  # type: ignore[union-attr]
+    except FileNotFoundError:
+        raise NotFoundError(f"there is no file {url!r}") from None

@@ -1,0 +1,1 @@
+"""Environments: sources of problems with a verifiable reward."""

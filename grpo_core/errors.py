@@ -1,0 +1,100 @@
+"""Every error the project raises on purpose.
+
+    LabError                     code and exit code; names the field, the value and what to do
+    ├── ConfigError              the request is wrong                              exit 2
+    ├── NotFoundError            a thing that the request names does not exist     exit 4
+    ├── CheckpointError          a checkpoint cannot be used as asked
+    │   ├── CheckpointCorrupt    bytes differ from the manifest's digests          exit 1
+    │   └── CheckpointConflict   the folder belongs to another configuration       exit 2
+    └── TrainingFailed           the run cannot end as a success                   exit 1
+
+Anything else that escapes (a lost file, a crashed process, a full disk) is not in this tree and may
+be retried: `is_retryable` is the one place that decides.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class LabError(Exception):
+    """Base of all errors raised on purpose.
+
+    Attributes:
+        message: what is wrong, with the value; without the field's name, which `field` holds.
+        code: stable machine-readable name, for example ``CONFIG_INVALID``.
+        field: dotted path of the offending field, or None.
+        hint: what to do about it.
+        exit_code: exit status of the command line when this error ends it.
+    """
+
+    code = "LAB_ERROR"
+    exit_code = 1
+
+    def __init__(self, message: str, *, field: str | None = None, hint: str | None = None, code: str | None = None):
+        super().__init__(message)
+        self.message = message
+        self.field = field
+        self.hint = hint
+        if code is not None:
+            self.code = code
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Exceptions cross process borders (Prefect results, pools); the default reduces to positional args only.
+        return _rebuild, (type(self), self.message, self.field, self.hint, self.code)
+
+    def __str__(self) -> str:
+        named = f"{self.field}: {self.message}" if self.field else self.message
+        return f"{named} ({self.hint})" if self.hint else named
+
+    def as_dict(self) -> dict[str, str | None]:
+        """The error as the doors print it: ``{"code", "message", "hint", "field"}``."""
+        return {"code": self.code, "message": self.message, "hint": self.hint, "field": self.field}
+
+
+def _rebuild(cls: type[LabError], message: str, field: str | None, hint: str | None, code: str) -> LabError:
+    return cls(message, field=field, hint=hint, code=code)
+
+
+class ConfigError(LabError):
+    """The request cannot be honoured as written; nothing was started."""
+
+    code = "CONFIG_INVALID"
+    exit_code = 2
+
+
+class NotFoundError(LabError):
+    """A job, file or folder that the request names does not exist."""
+
+    code = "NOT_FOUND"
+    exit_code = 4
+
+
+class CheckpointError(LabError):
+    """A checkpoint cannot be used as asked."""
+
+    code = "CHECKPOINT_UNUSABLE"
+
+
+class CheckpointCorrupt(CheckpointError):
+    """A checkpoint's bytes are not those that its manifest recorded."""
+
+    code = "CHECKPOINT_CORRUPT"
+
+
+class CheckpointConflict(CheckpointError):
+    """A checkpoint folder was written by a run with another configuration or numeric layout."""
+
+    code = "CHECKPOINT_CONFLICT"
+    exit_code = 2
+
+
+class TrainingFailed(LabError):
+    """Training ended without a usable result: non-finite numbers, or a policy that did not change."""
+
+    code = "TRAINING_FAILED"
+
+
+def is_retryable(error: BaseException) -> bool:
+    """Whether starting the same work again may succeed: not after an error raised on purpose."""
+    return isinstance(error, Exception) and not isinstance(error, LabError)

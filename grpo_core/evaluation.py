@@ -1,0 +1,202 @@
+"""Evaluate a policy on an environment's problems.
+
+The same problems, prompts and decoding for every policy: what two evaluations must share to be
+compared is in `settings` and its hash. Comparing them is `lift.py`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import fsspec
+import numpy as np
+
+from grpo_core.chat import Chat
+from grpo_core.checkpoints import policy_folder, read_text
+from grpo_core.config import EvalConfig
+from grpo_core.environments.base import Environment, Problem
+from grpo_core.environments.registry import make_environment
+from grpo_core.errors import NotFoundError
+from grpo_core.lift import wilson_interval
+from grpo_core.models import BaseModel, load_base_model
+from grpo_core.policies.base import BarePolicy, Policy, tensors_digest
+from grpo_core.policies.peft_lora import PeftLoraPolicy
+from grpo_core.progress import Monitor, StepEvent, raise_if_stopping
+from grpo_core.results import EvaluationResult, ItemResult
+from grpo_core.sampling import Completion, SamplingSettings, TorchSampler, addressed_uniforms
+
+RESULT = "evaluation.json"
+BATCH_PROMPTS = 16
+
+
+def evaluate(config: EvalConfig, output_dir: str, monitor: Monitor) -> EvaluationResult:
+    """Evaluate and store the result as ``evaluation.json`` in `output_dir`; a stored one is returned.
+
+    Raises:
+        StopNow: a stop was wanted; nothing is stored.
+        ConfigError: a prompt does not fit, or the checkpoint is not there.
+    """
+    config = config.resolved()
+    base = load_base_model(config.family, config.model_dir, config.device, config.dtype)
+    policy, digest = _load_policy(config, base)
+    settings = evaluation_settings(config, str(base.dtype).removeprefix("torch."))
+    stored = _stored(output_dir)
+    if stored and (stored.settings_hash, stored.checkpoint_digest) == (settings_hash(settings), digest):
+        return stored
+
+    started = time.monotonic()
+    environment = make_environment(config.environment, config.environment_options)
+    problems = environment.problems(config.seed, "eval", config.num_tasks)
+    assert config.max_new_tokens is not None and config.pass_threshold is not None
+    items = score_problems(
+        policy,
+        environment,
+        problems,
+        SamplingSettings(config.max_new_tokens, config.temperature, Chat(base).stop_ids),
+        pass_threshold=config.pass_threshold,
+        seed=config.seed,
+        samples=config.samples_per_problem,
+        monitor=monitor,
+    )
+    result = EvaluationResult(
+        family=config.family,
+        environment=config.environment,
+        policy=config.policy,
+        checkpoint_dir=config.checkpoint_dir,
+        checkpoint_digest=digest,
+        num_tasks=config.num_tasks,
+        pass_threshold=config.pass_threshold,
+        settings=settings,
+        settings_hash=settings_hash(settings),
+        duration_s=time.monotonic() - started,
+        per_task=items,
+        **summary(items),
+    )
+    with fsspec.open(f"{output_dir.rstrip('/')}/{RESULT}", "w", auto_mkdir=True) as file:
+        json.dump(result.document(), file, indent=2)  # type: ignore[arg-type]
+    return result
+
+
+def score_problems(
+    policy: Policy,
+    environment: Environment,
+    problems: Sequence[Problem],
+    settings: SamplingSettings,
+    *,
+    pass_threshold: float,
+    seed: int,
+    samples: int,
+    monitor: Monitor,
+) -> list[ItemResult]:
+    """Complete and score problems, in batches of prompts of like length; items come back in problem order.
+
+    Raises:
+        StopNow: a stop was wanted.
+        ConfigError: a prompt does not fit into the context.
+    """
+    chat, sampler = Chat(policy.base), TorchSampler(policy.base)
+    prompts = [chat.prompt_ids(policy.render(problem), settings.max_new_tokens) for problem in problems]
+    by_length = sorted(range(len(problems)), key=lambda i: (len(prompts[i]), i))
+    batches = [by_length[i : i + BATCH_PROMPTS] for i in range(0, len(by_length), BATCH_PROMPTS)]
+    groups: dict[int, list[Completion]] = {}
+    for number, batch in enumerate(batches, start=1):
+        uniforms = [addressed_uniforms(seed, 0, problems[i].index, 0, samples, settings.max_new_tokens) for i in batch]
+        sampled = sampler.sample(
+            [prompts[i] for i in batch],
+            policy.adapters([problems[i] for i in batch]),
+            settings,
+            np.stack(uniforms),
+            between_tokens=lambda: raise_if_stopping(monitor),
+        )
+        groups |= dict(zip(batch, sampled, strict=True))
+        monitor.emit(StepEvent("eval", number, len(batches), {"problems": float(len(groups))}))
+    return [
+        _item(environment, problem, number, chat.text(completion.ids), completion, pass_threshold)
+        for place, problem in enumerate(problems)
+        for number, completion in enumerate(groups[place])
+    ]
+
+
+def summary(items: Sequence[ItemResult]) -> dict[str, Any]:
+    """The figures over all items, failed ones counted as reward 0: fields of `EvaluationResult`."""
+    rewards = np.array([item.reward for item in items])
+    passed = sum(item.passed for item in items)
+    parts = sorted({name for item in items for name in item.parts})
+    return {
+        "mean_reward": float(rewards.mean()),
+        "std_reward": float(rewards.std(ddof=1)) if len(rewards) > 1 else 0.0,
+        "min_reward": float(rewards.min()),
+        "max_reward": float(rewards.max()),
+        "pass_rate": passed / len(items),
+        "pass_rate_ci95": wilson_interval(passed, len(items)),
+        "parts": {name: float(np.mean([item.parts.get(name, 0.0) for item in items])) for name in parts},
+        "truncated": sum(item.truncated for item in items),
+        "failed": sum(item.error is not None for item in items),
+    }
+
+
+def evaluation_settings(config: EvalConfig, dtype: str) -> dict[str, object]:
+    """What two evaluations must share for their items to be comparable: everything but the policy."""
+    shared = ("family", "model_dir", "environment", "environment_options", "seed", "num_tasks", "samples_per_problem")
+    decoding = ("max_new_tokens", "temperature", "pass_threshold")
+    return {**config.model_dump(mode="json", include={*shared, *decoding}), "split": "eval", "dtype": dtype}
+
+
+def settings_hash(settings: dict[str, object]) -> str:
+    """SHA-256 of the settings as canonical JSON, 16 hex digits."""
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def read_evaluation(url: str) -> EvaluationResult:
+    """An evaluation from its file, or from the folder that holds it.
+
+    Raises:
+        NotFoundError: there is none.
+    """
+    path = url if url.endswith(".json") else f"{url.rstrip('/')}/{RESULT}"
+    return EvaluationResult.model_validate_json(read_text(path))
+
+
+def _stored(output_dir: str) -> EvaluationResult | None:
+    try:
+        return read_evaluation(output_dir)
+    except (NotFoundError, ValueError):
+        return None  # none yet, or its writer was killed
+
+
+def _load_policy(config: EvalConfig, base: BaseModel) -> tuple[Policy, str | None]:
+    if config.policy == "base":
+        return BarePolicy(base), None
+    assert config.checkpoint_dir is not None
+    with policy_folder(config.checkpoint_dir) as folder:
+        policy = PeftLoraPolicy.load(base, folder)
+    return policy, tensors_digest(policy.trainable_parameters())
+
+
+def _item(
+    environment: Environment, problem: Problem, sample: int, text: str, completion: Completion, pass_threshold: float
+) -> ItemResult:
+    score = environment.checked_score(problem, text)
+    failed = isinstance(score, str)
+    reward = 0.0 if isinstance(score, str) else score.reward
+    parts = {} if isinstance(score, str) else dict(score.parts)
+    return ItemResult(
+        id=problem.id,
+        index=problem.index,
+        sample=sample,
+        seed=problem.seed,
+        depth=problem.metadata.get("depth"),
+        blocks=problem.metadata.get("blocks"),
+        completion=text,
+        expected=problem.answer,
+        reward=reward,
+        parts={**parts, "truncated": float(completion.truncated)},
+        passed=not failed and reward >= pass_threshold,
+        tokens=len(completion.ids),
+        truncated=completion.truncated,
+        error=score if isinstance(score, str) else None,
+    )

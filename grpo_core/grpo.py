@@ -1,0 +1,254 @@
+"""Group relative policy optimisation (GRPO, arXiv 2402.03300): the loop.
+
+A step samples a group of completions for each of its prompts, scores them, and updates the policy
+towards what earned more than the rest of its group. Rollouts are in `rollouts.py`, the loss in
+`losses.py`; how a run resumes, stops and ends is in `training.py`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from grpo_core.chat import Chat
+from grpo_core.checkpoints import CheckpointStore, policy_folder
+from grpo_core.config import GRPOConfig
+from grpo_core.environments.base import Environment
+from grpo_core.environments.registry import make_environment
+from grpo_core.evaluation import score_problems, summary
+from grpo_core.logprobs import token_logprobs
+from grpo_core.losses import LossSettings, TokenBatch, grpo_loss, token_weights
+from grpo_core.models import BaseModel, load_base_model
+from grpo_core.packing import PackedRows, pack_groups, packed_length
+from grpo_core.policies.adapters import AdapterBatch, applied
+from grpo_core.policies.base import TrainablePolicy
+from grpo_core.policies.peft_lora import PeftLoraPolicy, start_policy
+from grpo_core.progress import Monitor, StepEvent, raise_if_stopping
+from grpo_core.results import TrainingResult
+from grpo_core.rollouts import Roller, Rollout, rollout_metrics, shown_completions
+from grpo_core.sampling import SamplingSettings, TorchSampler
+from grpo_core.training import StepResult, TrainingRun, stored_result
+
+AUTOMATIC_MICRO_BATCH_TOKENS = 4096
+
+
+def train_grpo(config: GRPOConfig, monitor: Monitor) -> TrainingResult:
+    """Train, resume, or return the result of a finished run in ``config.checkpoint_dir``.
+
+    Raises:
+        ConfigError: a prompt does not fit into the context, or the initial adapter's rank differs.
+        CheckpointConflict: the folder belongs to another run.
+        TrainingFailed: no group ever had a signal, or a number was not finite.
+    """
+    config = config.resolved()
+    assert config.checkpoint_dir is not None
+    store = CheckpointStore(config.checkpoint_dir)
+    if finished := stored_result(store, config):
+        return finished
+    base = load_base_model(config.family, config.model_dir, config.device, config.dtype)
+    if config.gradient_checkpointing:
+        base.model.gradient_checkpointing_enable({"use_reentrant": False})
+    policy = _start(config, base)
+    environment = make_environment(config.environment, config.environment_options)
+    run = TrainingRun("rl", config, policy, store, monitor, items=config.prompts, per_step=config.prompts_per_step)
+    run.freeze_reference(config.kl_reference)
+    roller = Roller(config, policy, environment, Chat(base), TorchSampler(base), monitor)
+    trainer = GroupTrainer(config, policy, monitor)
+
+    def step(number: int, items: range) -> StepResult:
+        started = time.monotonic()
+        rollouts, redrawn = roller.roll(number, items)
+        rolled = time.monotonic()
+        metrics = rollout_metrics(rollouts, redrawn) | trainer.train(run, number, rollouts)
+        metrics |= {"time/rollout": rolled - started, "time/train": time.monotonic() - rolled}
+        if config.eval_every and number % config.eval_every == 0 and number < run.total:
+            metrics |= _evaluate(config, policy, environment, monitor)
+        tokens = sum(len(r.prompt) + len(c.ids) for r in rollouts for c in r.completions)
+        return StepResult(metrics, tokens, shown_completions(number, rollouts))
+
+    if config.eval_every and run.fresh:
+        monitor.emit(StepEvent("rl", 0, run.total, _evaluate(config, policy, environment, monitor)))
+    return run.execute(
+        step, finish=lambda: _evaluate(config, policy, environment, monitor) if config.eval_every else {}
+    )
+
+
+def _start(config: GRPOConfig, base: BaseModel) -> PeftLoraPolicy:
+    adapter = (config.lora_rank, None, config.seed, "init_checkpoint_dir")
+    if config.init_checkpoint_dir is None:
+        return start_policy(base, None, *adapter)
+    with policy_folder(config.init_checkpoint_dir) as folder:
+        return start_policy(base, folder, *adapter)
+
+
+def _evaluate(
+    config: GRPOConfig, policy: TrainablePolicy, environment: Environment, monitor: Monitor
+) -> dict[str, float]:
+    """Greedy reward on the first problems of the validation split: the same ones every time."""
+    assert config.max_new_tokens is not None
+    problems = environment.problems(config.seed, "validation", config.eval_prompts)
+    settings = SamplingSettings(config.max_new_tokens, 0.0, Chat(policy.base).stop_ids)
+    threshold = environment.pass_threshold
+    items = score_problems(
+        policy, environment, problems, settings, pass_threshold=threshold, seed=config.seed, samples=1, monitor=monitor
+    )
+    figures = summary(items)
+    return {"eval/reward": figures["mean_reward"], "eval/pass_rate": figures["pass_rate"]}
+
+
+@dataclass
+class _MicroBatch:
+    """Packed groups with everything about their completion tokens that does not depend on the policy's weights."""
+
+    rollouts: list[Rollout]
+    packed: PackedRows
+    sampler_logprobs: Tensor
+    advantages: Tensor
+    weights: Tensor
+    sequence: Tensor
+    reference_logprobs: Tensor | None = None
+    old_policy_logprobs: Tensor | None = None
+
+
+@dataclass
+class _Sums:
+    """Sums over the trained tokens of one update pass."""
+
+    loss: float = 0.0
+    difference_max: float = 0.0
+    totals: dict[str, float] = field(default_factory=dict)
+
+
+class GroupTrainer:
+    """Turns one step's rollouts into optimizer updates."""
+
+    def __init__(self, config: GRPOConfig, policy: TrainablePolicy, monitor: Monitor):
+        self._config = config
+        self._policy = policy
+        self._monitor = monitor
+        self._settings = LossSettings(
+            config.loss, config.clip_low, config.clip_high, config.kl_beta, config.sampler_correction
+        )
+
+    def train(self, run: TrainingRun, step: int, rollouts: Sequence[Rollout]) -> dict[str, float]:
+        """`updates_per_rollout` updates; metrics are means over the trained tokens of all passes.
+
+        Raises:
+            StopNow: a stop was wanted before the first update; the policy is unchanged then.
+        """
+        batches = self._batches(rollouts)
+        losses: list[float] = []
+        difference_max, totals, update = 0.0, dict[str, float](), dict[str, float]()
+        for number in range(self._config.updates_per_rollout):
+            sums = self._accumulate(batches, may_stop=number == 0)
+            update = run.update(step)
+            losses.append(sums.loss)
+            difference_max = max(difference_max, sums.difference_max)
+            totals = {name: totals.get(name, 0.0) + value for name, value in sums.totals.items()}
+        tokens = totals.pop("tokens", 0.0)
+        means = {name: value / tokens for name, value in totals.items()} if tokens else {}
+        absent = dict.fromkeys(("clip_ratio/low", "clip_ratio/high", "sampling/logprob_difference_mean"), 0.0)
+        return {
+            "loss": sum(losses) / len(losses),
+            **absent,
+            **means,
+            "sampling/logprob_difference_max": difference_max,
+            **update,
+        }
+
+    def _accumulate(self, batches: Sequence[_MicroBatch], may_stop: bool) -> _Sums:
+        """One pass: gradients of the whole step's loss into the policy's parameters."""
+        sums = _Sums()
+        for batch in batches:
+            if may_stop:
+                raise_if_stopping(self._monitor)
+            problems = [rollout.problem for rollout in batch.rollouts]
+            leaves = self._policy.leaf_adapters(problems)
+            if self._config.kl_beta and batch.reference_logprobs is None:
+                with torch.no_grad():
+                    batch.reference_logprobs = self._logprobs(batch, self._policy.reference_adapters(problems))
+            with applied(self._policy.base.model, leaves, _rows(batch)):
+                logprobs = token_logprobs(self._policy.base, batch.packed, self._config.temperature)
+                if batch.old_policy_logprobs is None:
+                    batch.old_policy_logprobs = logprobs.detach()
+                output = grpo_loss(
+                    TokenBatch(
+                        policy_logprobs=logprobs,
+                        old_policy_logprobs=batch.old_policy_logprobs,
+                        sampler_logprobs=batch.sampler_logprobs,
+                        reference_logprobs=batch.reference_logprobs,
+                        advantages=batch.advantages,
+                        weights=batch.weights,
+                        sequence=batch.sequence,
+                    ),
+                    self._settings,
+                )
+                # Within the context: gradient checkpointing computes the forward pass again, with the adapters.
+                output.loss.backward()
+            self._policy.backward(leaves)
+            sums.loss += float(output.loss.detach())
+            sums.difference_max = max(sums.difference_max, output.logprob_difference_max)
+            for name, value in output.sums.items():
+                sums.totals[name] = sums.totals.get(name, 0.0) + value
+        return sums
+
+    def _logprobs(self, batch: _MicroBatch, adapters: AdapterBatch) -> Tensor:
+        with applied(self._policy.base.model, adapters, _rows(batch)):
+            return token_logprobs(self._policy.base, batch.packed, self._config.temperature)
+
+    def _batches(self, rollouts: Sequence[Rollout]) -> list[_MicroBatch]:
+        """Groups packed into passes of rows of like length; weights are over the whole step.
+
+        Without a KL penalty a group whose rewards are all equal has exactly no gradient: it counts in
+        the denominator and is not computed.
+        """
+        counted = [c for r in rollouts for c, keep in zip(r.completions, r.counted.tolist(), strict=True) if keep]
+        assert self._config.max_new_tokens is not None
+        per_completion = token_weights([len(c.ids) for c in counted], self._config.loss, self._config.max_new_tokens)
+        weights = {id(completion): weight for completion, weight in zip(counted, per_completion, strict=True)}
+        trained = [r for r in rollouts if bool(r.counted.any()) and (r.signal or self._config.kl_beta > 0)]
+        limit = self._config.micro_batch_tokens or AUTOMATIC_MICRO_BATCH_TOKENS
+        return [self._micro_batch(part, weights) for part in _partition(trained, limit)]
+
+    def _micro_batch(self, rollouts: list[Rollout], weights: dict[int, float]) -> _MicroBatch:
+        device = self._policy.base.device
+        kept = [
+            [(c, float(a)) for c, a, keep in zip(r.completions, r.advantages, r.counted.tolist(), strict=True) if keep]
+            for r in rollouts
+        ]
+        flat = [pair for group in kept for pair in group]
+
+        def per_token(values: Sequence[float]) -> Tensor:
+            return torch.tensor(values, dtype=torch.float32, device=device)
+
+        return _MicroBatch(
+            rollouts=rollouts,
+            packed=pack_groups(
+                [(r.prompt, [c.ids for c, _ in group]) for r, group in zip(rollouts, kept, strict=True)], device
+            ),
+            sampler_logprobs=per_token([logprob for c, _ in flat for logprob in c.logprobs]),
+            advantages=per_token([advantage for c, advantage in flat for _ in c.ids]),
+            weights=per_token([weights[id(c)] for c, _ in flat for _ in c.ids]),
+            sequence=torch.tensor([n for n, (c, _) in enumerate(flat) for _ in c.ids], device=device),
+        )
+
+
+def _rows(batch: _MicroBatch) -> Tensor:
+    return torch.arange(len(batch.rollouts), device=batch.packed.input_ids.device)
+
+
+def _partition(rollouts: Sequence[Rollout], limit: int) -> list[list[Rollout]]:
+    """Rollouts by length into passes of at most `limit` tokens (padding counted), at least one group each."""
+    lengths = {id(r): packed_length(r.prompt, [c.ids for c in r.completions]) for r in rollouts}
+    parts: list[list[Rollout]] = []
+    for rollout in sorted(rollouts, key=lambda r: lengths[id(r)]):
+        # ascending lengths: the newest row is the longest, so it sets the padded size
+        if parts and (len(parts[-1]) + 1) * lengths[id(rollout)] <= limit:
+            parts[-1].append(rollout)
+        else:
+            parts.append([rollout])
+    return parts

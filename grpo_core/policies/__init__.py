@@ -1,0 +1,1 @@
+"""Policies: what is trained and evaluated, behind one protocol."""

@@ -1,0 +1,185 @@
+"""One step's rollouts: prompts, groups of completions, their scores and advantages.
+
+Prompts come from the ``train`` split (stream ``rl``) by position; a group without signal may be
+drawn again from another stream, without moving the position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from grpo_core.advantages import group_advantages, has_signal
+from grpo_core.chat import Chat
+from grpo_core.config import GRPOConfig
+from grpo_core.environments.base import Environment, Problem, Score
+from grpo_core.errors import TrainingFailed
+from grpo_core.policies.base import Policy
+from grpo_core.progress import Monitor, raise_if_stopping
+from grpo_core.sampling import Completion, Sampler, SamplingSettings, addressed_uniforms
+
+MAX_INVALID_SHARE = 0.5
+"""A step in which more than this share of the completions could not be scored fails the run."""
+
+_SHOWN_GROUPS = 2
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """A problem, its group of completions and what they earned.
+
+    Attributes:
+        rewards: ``float[group]``, 0 where invalid. valid: ``bool[group]``, scored without error.
+        counted: ``bool[group]``, completions that count in loss and denominator.
+        advantages: ``float[group]``.
+        errors: why the invalid ones could not be scored.
+    """
+
+    problem: Problem
+    prompt: list[int]
+    completions: list[Completion]
+    texts: list[str]
+    rewards: Tensor
+    parts: list[Mapping[str, float]]
+    valid: Tensor
+    counted: Tensor
+    advantages: Tensor
+    errors: list[str]
+
+    @property
+    def signal(self) -> bool:
+        """Whether the group's rewards differ."""
+        return has_signal(self.rewards, self.valid)
+
+
+class Roller:
+    """Makes the rollouts of a run's steps."""
+
+    def __init__(
+        self,
+        config: GRPOConfig,
+        policy: Policy,
+        environment: Environment,
+        chat: Chat,
+        sampler: Sampler,
+        monitor: Monitor,
+    ):
+        assert config.max_new_tokens is not None
+        self._config = config
+        self._policy = policy
+        self._environment = environment
+        self._chat = chat
+        self._sampler = sampler
+        self._monitor = monitor
+        self._settings = SamplingSettings(config.max_new_tokens, config.temperature, chat.stop_ids)
+
+    def roll(self, step: int, items: range) -> tuple[list[Rollout], int]:
+        """Rollouts of the prompts at these positions, and how many groups had to be drawn again.
+
+        Raises:
+            StopNow: a stop was wanted.
+            TrainingFailed: more than `MAX_INVALID_SHARE` of the completions could not be scored.
+        """
+        rollouts = dict(zip(items, self._sample(step, items, attempt=0), strict=True))
+        redrawn = 0
+        for attempt in range(1, self._config.resample_zero_variance + 1):
+            flat = [position for position, rollout in rollouts.items() if not rollout.signal]
+            if not flat:
+                break
+            redrawn += len(flat)
+            rollouts |= dict(zip(flat, self._sample(step, flat, attempt), strict=True))
+        done = list(rollouts.values())
+        self._refuse_mostly_invalid(step, done)
+        return done, redrawn
+
+    def _sample(self, step: int, positions: Sequence[int], attempt: int) -> list[Rollout]:
+        config = self._config
+        stream = "rl" if attempt == 0 else f"rl/resample-{attempt}"
+        problems = [self._environment.problem(config.seed, "train", position, stream) for position in positions]
+        prompts = [self._chat.prompt_ids(self._policy.render(p), self._settings.max_new_tokens) for p in problems]
+        tokens = self._settings.max_new_tokens
+        uniforms = [addressed_uniforms(config.seed, step, p, attempt, config.group_size, tokens) for p in positions]
+        groups = self._sampler.sample(
+            prompts,
+            self._policy.adapters(problems),
+            self._settings,
+            np.stack(uniforms),
+            between_tokens=lambda: raise_if_stopping(self._monitor),
+        )
+        return [self._score(*each) for each in zip(problems, prompts, groups, strict=True)]
+
+    def _score(self, problem: Problem, prompt: list[int], completions: list[Completion]) -> Rollout:
+        texts = [self._chat.text(completion.ids) for completion in completions]
+        scores = [self._environment.checked_score(problem, text) for text in texts]
+        valid = torch.tensor([isinstance(score, Score) for score in scores])
+        rewards = torch.tensor([score.reward if isinstance(score, Score) else 0.0 for score in scores])
+        masked = torch.tensor([self._config.truncated == "mask" and c.truncated for c in completions])
+        return Rollout(
+            problem=problem,
+            prompt=prompt,
+            completions=completions,
+            texts=texts,
+            rewards=rewards,
+            parts=[score.parts if isinstance(score, Score) else {} for score in scores],
+            valid=valid,
+            counted=valid & ~masked,
+            advantages=group_advantages(rewards, valid, self._config.advantage),
+            errors=[score for score in scores if isinstance(score, str)],
+        )
+
+    def _refuse_mostly_invalid(self, step: int, rollouts: Sequence[Rollout]) -> None:
+        errors = [error for rollout in rollouts for error in rollout.errors]
+        count = sum(len(rollout.completions) for rollout in rollouts)
+        if len(errors) > MAX_INVALID_SHARE * count:
+            raise TrainingFailed(
+                f"{len(errors)} of {count} completions of step {step} could not be scored; the first: {errors[0]}",
+                hint="mend the environment's reward",
+                code="REWARD_FAILED",
+            )
+
+
+def rollout_metrics(rollouts: Sequence[Rollout], redrawn: int) -> dict[str, float]:
+    """What the step's rollouts were like. Means over rewards leave out invalid items, which are counted."""
+    completions = [completion for rollout in rollouts for completion in rollout.completions]
+    rewards = torch.cat([rollout.rewards[rollout.valid] for rollout in rollouts]).double()
+    stds = [float(r.rewards[r.valid].double().std()) for r in rollouts if int(r.valid.sum()) > 1]
+    lengths = [len(completion.ids) for completion in completions]
+    entropies = [entropy for completion in completions for entropy in completion.entropies]
+    names = sorted({name for rollout in rollouts for parts in rollout.parts for name in parts})
+    scored = [parts for r in rollouts for parts, valid in zip(r.parts, r.valid.tolist(), strict=True) if valid]
+    return {
+        "reward": float(rewards.mean()) if len(rewards) else 0.0,
+        "reward_std": float(np.mean(stds)) if stds else 0.0,
+        **{f"rewards/{name}": float(np.mean([parts.get(name, 0.0) for parts in scored])) for name in names},
+        "frac_reward_zero_std": sum(not rollout.signal for rollout in rollouts) / len(rollouts),
+        "resampled": float(redrawn),
+        "invalid": float(sum(len(rollout.errors) for rollout in rollouts)),
+        "entropy": float(np.mean(entropies)),
+        "completions/mean_length": float(np.mean(lengths)),
+        "completions/clipped_ratio": sum(completion.truncated for completion in completions) / len(completions),
+    }
+
+
+def shown_completions(step: int, rollouts: Sequence[Rollout]) -> list[dict[str, Any]]:
+    """A sample of the step's completions as flat records: the first groups, whole."""
+    return [
+        {
+            "step": step,
+            "problem": rollout.problem.id,
+            "completion": text,
+            "expected": rollout.problem.answer,
+            "reward": float(reward),
+            "advantage": float(advantage),
+            "valid": bool(valid),
+            "truncated": completion.truncated,
+        }
+        for rollout in rollouts[:_SHOWN_GROUPS]
+        for text, reward, advantage, valid, completion in zip(
+            rollout.texts, rollout.rewards, rollout.advantages, rollout.valid, rollout.completions, strict=True
+        )
+    ]

@@ -1,0 +1,210 @@
+"""Supervised fine-tuning of a plain LoRA adapter.
+
+Loss on the completion's tokens only, its end-of-turn token included; mean over the step's tokens.
+Examples are generated from the environment's ``train`` split (stream ``sft``), or read from a JSONL.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from grpo_core.chat import Chat, Messages
+from grpo_core.checkpoints import CheckpointStore, policy_folder, read_text
+from grpo_core.config import SFTConfig
+from grpo_core.environments.base import Problem, Split
+from grpo_core.environments.registry import make_environment
+from grpo_core.errors import ConfigError
+from grpo_core.evaluation import score_problems, summary
+from grpo_core.logprobs import token_logprobs
+from grpo_core.models import BaseModel, load_base_model
+from grpo_core.packing import pack_groups
+from grpo_core.policies.adapters import AdapterBatch, applied
+from grpo_core.policies.peft_lora import PeftLoraPolicy, start_policy
+from grpo_core.progress import Monitor, raise_if_stopping
+from grpo_core.results import TrainingResult
+from grpo_core.sampling import SamplingSettings
+from grpo_core.training import StepResult, TrainingRun, stored_result
+
+MICRO_BATCH = 8
+"""Examples per forward and backward pass."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """Token ids of a prompt and of the completion to learn, and the problem it came from, if any."""
+
+    prompt: list[int]
+    completion: list[int]
+    problem: Problem | None
+
+
+def train_sft(config: SFTConfig, monitor: Monitor) -> TrainingResult:
+    """Train, resume, or return the result of a finished run in ``config.checkpoint_dir``.
+
+    Raises:
+        ConfigError: the dataset is empty or wrong, or a prompt does not fit into the context.
+        CheckpointConflict: the folder belongs to another run.
+        TrainingFailed: the policy did not change, or a number was not finite.
+    """
+    config = config.resolved()
+    assert config.checkpoint_dir is not None
+    store = CheckpointStore(config.checkpoint_dir)
+    if finished := stored_result(store, config):
+        return finished
+    base = load_base_model(config.family, config.model_dir, config.device, config.dtype)
+    policy = _start(config, base)
+    trained, held_out = _examples(config, policy)
+    run = TrainingRun(
+        "sft", config, policy, store, monitor, items=len(trained) * config.epochs, per_step=config.examples_per_step
+    )
+
+    def step(number: int, items: range) -> StepResult:
+        started = time.monotonic()
+        batch = [trained[_order(len(trained), i, config.seed)] for i in items]
+        leaves = policy.leaf_adapters([])
+        loss = _backward(policy, leaves, batch, monitor) + _l1_backward(leaves, config.l1_coef)
+        policy.backward(leaves)
+        update = run.update(number)
+        tokens = sum(len(example.prompt) + len(example.completion) for example in batch)
+        metrics = {"loss": loss, **update, "time/train": time.monotonic() - started}
+        return StepResult(metrics, tokens)
+
+    return run.execute(step, finish=lambda: _evaluate(config, policy, trained, held_out, monitor))
+
+
+def _start(config: SFTConfig, base: BaseModel) -> PeftLoraPolicy:
+    adapter = (config.lora_rank, config.lora_alpha, config.seed, "init_adapter_dir")
+    if config.init_adapter_dir is None:
+        return start_policy(base, None, *adapter)
+    with policy_folder(config.init_adapter_dir) as folder:
+        return start_policy(base, folder, *adapter)
+
+
+def _order(count: int, item: int, seed: int) -> int:
+    """The example at a position of the run: as given in the first epoch, shuffled by address in later ones."""
+    epoch, place = divmod(item, count)
+    if epoch == 0:
+        return place
+    return int(np.random.Generator(np.random.Philox(key=[seed, epoch])).permutation(count)[place])
+
+
+def _backward(policy: PeftLoraPolicy, leaves: AdapterBatch, batch: Sequence[Example], monitor: Monitor) -> float:
+    """Accumulate gradients of the mean negative log-likelihood over the step's tokens; returns that mean."""
+    tokens = sum(len(example.completion) for example in batch)
+    total = 0.0
+    for start in range(0, len(batch), MICRO_BATCH):
+        raise_if_stopping(monitor)
+        packed = pack_groups(
+            [(e.prompt, [e.completion]) for e in batch[start : start + MICRO_BATCH]], policy.base.device
+        )
+        with applied(policy.base.model, leaves):
+            loss = -token_logprobs(policy.base, packed).sum() / tokens
+            loss.backward()
+        total += float(loss.detach())
+    return total
+
+
+def _l1_backward(leaves: AdapterBatch, coefficient: float) -> float:
+    """Accumulate gradients of the mean absolute LoRA weight times its coefficient; returns the term."""
+    if coefficient == 0:
+        return 0.0
+    weights = [*leaves.a.values(), *leaves.b.values()]
+    count = sum(w.numel() for w in weights)
+    penalty = coefficient * torch.stack([w.abs().sum() for w in weights]).sum() / count
+    penalty.backward()
+    return float(penalty.detach())
+
+
+def _examples(config: SFTConfig, policy: PeftLoraPolicy) -> tuple[list[Example], list[Example]]:
+    """Examples to train on and examples held out."""
+    chat = Chat(policy.base)
+    if config.dataset is not None:
+        return _dataset(config, chat)
+    environment = make_environment(config.environment, config.environment_options)
+
+    def generated(split: Split, count: int) -> list[Example]:
+        examples = []
+        for problem in environment.problems(config.seed, split, count, stream="sft"):
+            completion = chat.completion_ids(problem.answer)
+            examples.append(Example(chat.prompt_ids(policy.render(problem), len(completion)), completion, problem))
+        return examples
+
+    return generated("train", config.examples), generated("validation", config.eval_examples)
+
+
+def _dataset(config: SFTConfig, chat: Chat) -> tuple[list[Example], list[Example]]:
+    assert config.dataset is not None
+    lines = [line for line in read_text(config.dataset).splitlines() if line.strip()]
+    if not lines:
+        raise ConfigError(
+            f"{config.dataset!r} is empty", field="dataset", hint="give one JSON object per line", code="DATASET_EMPTY"
+        )
+    examples = []
+    for number, line in enumerate(lines, start=1):
+        messages, answer = _row(line, f"{config.dataset}:{number}")
+        completion = chat.completion_ids(answer)
+        examples.append(Example(chat.prompt_ids(messages, len(completion)), completion, None))
+    order = np.random.Generator(np.random.Philox(key=[config.split_seed, 0])).permutation(len(examples))
+    cut = max(1, round(config.split_ratio * len(examples)))
+    shuffled = [examples[i] for i in order]
+    return shuffled[:cut], shuffled[cut:]
+
+
+def _row(line: str, where: str) -> tuple[Messages, str]:
+    """One line of a dataset: ``prompt`` or ``messages``, and ``completion``."""
+    hint = 'each line needs "completion" and either "prompt" or "messages"'
+    try:
+        row: dict[str, Any] = json.loads(line)
+        completion = row["completion"]
+        messages = row["messages"] if "messages" in row else [{"role": "user", "content": row["prompt"]}]
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ConfigError(f"{where}: {type(error).__name__}: {error}", field="dataset", hint=hint) from None
+    if not isinstance(completion, str) or not completion:
+        raise ConfigError(f"{where}: completion is {completion!r}", field="dataset", hint="it must be text")
+    return messages, completion
+
+
+def _evaluate(
+    config: SFTConfig, policy: PeftLoraPolicy, trained: list[Example], held_out: list[Example], monitor: Monitor
+) -> dict[str, float]:
+    """Loss, and reward where the environment knows it, on the chosen cohort after training."""
+    cohort = {"held_out": held_out, "train": trained, "all": [*held_out, *trained]}[config.eval_cohort]
+    cohort = cohort[: config.eval_examples]
+    if not cohort:
+        return {}
+    metrics = {"eval/loss": _mean_loss(policy, cohort)}
+    problems = [example.problem for example in cohort if example.problem is not None]
+    if problems:
+        environment = make_environment(config.environment, config.environment_options)
+        settings = SamplingSettings(environment.max_new_tokens, 0.0, Chat(policy.base).stop_ids)
+        threshold = environment.pass_threshold
+        items = score_problems(
+            policy,
+            environment,
+            problems,
+            settings,
+            pass_threshold=threshold,
+            seed=config.seed,
+            samples=1,
+            monitor=monitor,
+        )
+        figures = summary(items)
+        metrics |= {"eval/reward": figures["mean_reward"], "eval/pass_rate": figures["pass_rate"]}
+    return metrics
+
+
+@torch.no_grad()
+def _mean_loss(policy: PeftLoraPolicy, examples: Sequence[Example]) -> float:
+    total = 0.0
+    with applied(policy.base.model, policy.adapters([])):
+        for start in range(0, len(examples), MICRO_BATCH):
+            batch = [(example.prompt, [example.completion]) for example in examples[start : start + MICRO_BATCH]]
+            total -= float(token_logprobs(policy.base, pack_groups(batch, policy.base.device)).sum())
+    return total / sum(len(example.completion) for example in examples)

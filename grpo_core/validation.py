@@ -1,0 +1,43 @@
+"""Between pydantic's errors and ours: one way to refuse a value, one way to say so.
+
+Validators raise `refusal(...)`; `config_error` turns whatever pydantic collected into one
+`ConfigError` that names the field, the value and what to do.
+"""
+
+from __future__ import annotations
+
+from pydantic import ValidationError
+from pydantic_core import PydanticCustomError
+
+from grpo_core.errors import ConfigError
+
+_TYPE = "refused"
+
+
+def refusal(error: ConfigError) -> PydanticCustomError:
+    """A `ConfigError` in the form that pydantic validators raise; `config_error` gives it back."""
+    context = {"text": error.message, "field": error.field or "", "hint": error.hint or "", "code": error.code}
+    return PydanticCustomError(_TYPE, "{text}", context)
+
+
+def config_error(error: ValidationError, prefix: str = "") -> ConfigError:
+    """The first problem of a pydantic error as a `ConfigError`.
+
+    Args:
+        prefix: path of the validated object within the whole request, if it is a part of one.
+    """
+    first = error.errors()[0]
+    context = first.get("ctx", {})
+    parts = (prefix, *map(str, first["loc"]), context.get("field", "") if first["type"] == _TYPE else "")
+    field = ".".join(part for part in parts if part) or None
+    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+    match first["type"]:
+        case "refused":
+            return ConfigError(context["text"] + more, field=field, hint=context["hint"] or None, code=context["code"])
+        case "extra_forbidden":
+            hint = "check the spelling; unknown fields are never ignored"
+            return ConfigError(f"unknown field{more}", field=field, hint=hint)
+        case "missing":
+            return ConfigError(f"a value is required{more}", field=field)
+        case _:
+            return ConfigError(f"{first['msg']}, got {first['input']!r}{more}", field=field)

@@ -1,0 +1,123 @@
+"""How answers read for people: tables and sentences made from the same documents that `--json` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from rich.console import RenderableType
+from rich.table import Table
+
+from tasks.places import read_json
+
+if TYPE_CHECKING:
+    from grpo_core.results import EvaluationResult, LiftResult
+
+
+def previewed(document: dict[str, Any]) -> list[RenderableType]:
+    """The verdict, what stands against a launch, and the counts."""
+    lines: list[RenderableType] = ["launchable" if document["launchable"] else "not launchable"]
+    for kind in ("blockers", "warnings"):
+        for issue in document[kind]:
+            place = f"{issue['field']}: " if issue["field"] else ""
+            hint = f" ({issue['hint']})" if issue["hint"] else ""
+            lines.append(f"{kind[:-1]} {issue['code']}: {place}{issue['message']}{hint}")
+    if estimate := document["estimate"]:
+        counts = (
+            f"{estimate[name]} {name}"
+            for name in ("steps", "prompts", "rollouts", "tokens")
+            if estimate[name] is not None
+        )
+        lines += [f"at most: {', '.join(counts)}", estimate["basis"]]
+    return lines
+
+
+def training(document: dict[str, Any]) -> list[RenderableType]:
+    """How a training run ended, and where its checkpoint is."""
+    partial = " (partial)" if document.get("partial") else ""
+    table = _facts(
+        status=document["status"] + (f": {document['stop_reason']}" if document.get("stop_reason") else ""),
+        job=document["job_id"],
+        steps=document.get("steps"),
+        checkpoint=f"{document['checkpoint_dir']}{partial}" if "checkpoint_dir" in document else None,
+        digest=document.get("digest"),
+        **document.get("metrics", {}),
+    )
+    return [table]
+
+
+def evaluation(document: dict[str, Any]) -> list[RenderableType]:
+    """The scores of one evaluation."""
+    if document["status"] == "cancelled":
+        return [f"stopped: {document['stop_reason']}; nothing was kept"]
+    low, high = document["pass_rate_ci95"]
+    table = _facts(
+        policy=f"{document['policy']} of {document['family']}",
+        problems=document["num_tasks"],
+        pass_rate=f"{document['pass_rate']:.3f} (95 % interval {low:.3f} to {high:.3f})",
+        mean_reward=f"{document['mean_reward']:.3f} (std {document['std_reward']:.3f})",
+        **{f"rewards/{part}": value for part, value in document["parts"].items()},
+        truncated=document["truncated"],
+        failed=document["failed"],
+        items=document["url"],
+    )
+    return [table]
+
+
+def lift(
+    evaluations: Mapping[str, EvaluationResult], result: LiftResult, rl_lift: LiftResult | None = None
+) -> list[RenderableType]:
+    """The lift table, with its verdict in a sentence below."""
+    from grpo_core.report.lift_report import LiftReport, render_table
+
+    return [render_table(LiftReport(evaluations, result, rl_lift))]
+
+
+def pipeline(document: dict[str, Any]) -> list[RenderableType]:
+    """The lift table and where everything is kept."""
+    shown: list[RenderableType] = []
+    if document["status"] == "completed":
+        from grpo_core.results import EvaluationResult, LiftResult
+
+        evaluations = {
+            name: EvaluationResult.model_validate(read_json(each["url"]))
+            for name, each in document["evaluations"].items()
+        }
+        shown += lift(
+            evaluations, LiftResult.model_validate(document["lift"]), LiftResult.model_validate(document["rl_lift"])
+        )
+    reason = f": {document['stop_reason']}" if document["stop_reason"] else ""
+    return [
+        *shown,
+        _facts(
+            status=document["status"] + reason,
+            job=document["job_id"],
+            checkpoints=document["checkpoint_dir"],
+            **_stores(document),
+        ),
+    ]
+
+
+def environments(documents: list[dict[str, Any]]) -> list[RenderableType]:
+    """Names, descriptions and options."""
+    table = Table("environment", "what it asks", "options")
+    for each in documents:
+        options = ", ".join(f"{name}={schema.get('default', '')}" for name, schema in each["options"].items())
+        table.add_row(each["name"], each["description"], options)
+    return [table]
+
+
+def _stores(document: dict[str, Any]) -> dict[str, Any]:
+    from tasks.tracking import tracking_uri
+
+    run = document["mlflow_run_id"]
+    opening = f"{run} (mlflow ui --backend-store-uri {tracking_uri()})" if run else None
+    return {**{f"report {kind}": url for kind, url in document["report"].items()}, "mlflow run": opening}
+
+
+def _facts(**facts: Any) -> Table:
+    table = Table.grid(padding=(0, 2))
+    for name, value in facts.items():
+        if value is not None:
+            table.add_row(name, f"{value:.4g}" if isinstance(value, float) else str(value))
+    return table

@@ -1,0 +1,141 @@
+"""The outside of a stage: who hears its events and who may stop it.
+
+The flow's main thread and an embedded door put their monitors into a context variable; Prefect copies the
+context into the thread of every submitted task, where `observed_stage` finds them and adds the run's log
+and its MLflow run.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, TypedDict
+
+from prefect import get_run_logger
+from prefect.exceptions import MissingContextError
+
+from grpo_core.config import CommonConfig
+from grpo_core.progress import Event, Monitor, Monitors, StepEvent, StopReason
+from tasks import tracking
+
+logger = logging.getLogger(__name__)
+
+_watchers: ContextVar[tuple[Monitor, ...]] = ContextVar("watchers", default=())
+
+
+class JobRef(TypedDict):
+    """What a stage knows of the job that it is a part of."""
+
+    id: str
+    flow_run_id: str
+    mlflow_parent: str | None
+
+
+@contextmanager
+def watching(*monitors: Monitor) -> Iterator[None]:
+    """Let `monitors` observe every stage started within."""
+    token = _watchers.set((*_watchers.get(), *monitors))
+    try:
+        yield
+    finally:
+        _watchers.reset(token)
+
+
+class StopFlag:
+    """Asks for a stop once another thread requested one."""
+
+    def __init__(self) -> None:
+        self._reason: StopReason | None = None
+
+    def request(self, reason: StopReason) -> None:
+        """Ask every stage that sees this flag to stop at its next boundary."""
+        self._reason = reason
+
+    def emit(self, event: Event) -> None: ...
+
+    def stop_requested(self) -> StopReason | None:
+        return self._reason
+
+
+class Guarded:
+    """A monitor that cannot hurt training: what it raises is logged once, then it hears no more events."""
+
+    def __init__(self, monitor: Monitor):
+        self._monitor = monitor
+        self._broken = False
+
+    def emit(self, event: Event) -> None:
+        if self._broken:
+            return
+        try:
+            self._monitor.emit(event)
+        except Exception:
+            self._broken = True
+            logger.warning("%s fails and hears no more events", type(self._monitor).__name__, exc_info=True)
+
+    def stop_requested(self) -> StopReason | None:
+        return self._monitor.stop_requested()
+
+
+class RunLog:
+    """Writes notices and steps to the log of the Prefect run."""
+
+    def __init__(self) -> None:
+        try:
+            self._log: logging.Logger | logging.LoggerAdapter[Any] = get_run_logger()
+        except MissingContextError:  # the stage's function was called outside a flow
+            self._log = logger
+
+    def emit(self, event: Event) -> None:
+        if isinstance(event, StepEvent):
+            shown = {name: event.metrics[name] for name in ("loss", "reward", "kl") if name in event.metrics}
+            values = "".join(f" {name} {value:.4g}" for name, value in shown.items())
+            self._log.info("%s %d/%d%s", event.stage, event.step, event.total, values)
+        else:
+            self._log.log(logging.WARNING if event.level == "warning" else logging.INFO, event.message)
+
+    def stop_requested(self) -> StopReason | None:
+        return None
+
+
+class ObservedStage:
+    """A stage with its monitor; tell it how the stage ended."""
+
+    def __init__(self, monitor: Monitor, run: tracking.TrackedRun):
+        self.monitor = monitor
+        self.run = run
+        self._status = "FINISHED"
+
+    def record(self, metrics: Mapping[str, float], tags: Mapping[str, str], documents: Mapping[str, Any]) -> None:
+        """Put the stage's result beside its metrics."""
+        self.run.record(metrics=metrics, tags=tags, documents=documents)
+
+    def cancelled(self) -> None:
+        """The stage stopped before its end, as asked."""
+        self._status = "KILLED"
+
+    def close(self, failed: bool) -> None:
+        """End the stage's MLflow run."""
+        self.run.close("FAILED" if failed else self._status)
+
+
+@contextmanager
+def observed_stage(name: str, config: CommonConfig, job: JobRef) -> Iterator[ObservedStage]:
+    """Observe one stage: everything that watches, the run's log, and an MLflow run of its own."""
+    run = tracking.open_run(
+        name,
+        job_id=job["id"],
+        parent=job["mlflow_parent"],
+        params=config.model_dump(mode="json"),
+        tags={"prefect_flow_run_id": job["flow_run_id"]},
+    )
+    watchers = (*_watchers.get(), RunLog(), run)
+    stage = ObservedStage(Monitors(*map(Guarded, watchers)), run)
+    try:
+        yield stage
+    except BaseException:
+        stage.close(failed=True)
+        raise
+    stage.close(failed=False)

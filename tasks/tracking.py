@@ -1,0 +1,264 @@
+"""MLflow: one run per pipeline, one nested run per stage. The only writer of the tracking store.
+
+Step metrics wait in memory and a thread of their own sends them every few seconds, so that a slow or dead
+store neither stalls nor fails training: trouble is logged as a warning, once per run. A run is found again
+by its job id and name, so a retried stage goes on where its points ended.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from grpo_core.progress import Event, StepEvent, StopReason
+from tasks.places import lab_home
+
+if TYPE_CHECKING:
+    from mlflow.tracking import MlflowClient
+
+logger = logging.getLogger(__name__)
+
+EXPERIMENT = "grpo-lab"
+FLUSH_EVERY_S = 5.0
+COMPLETIONS = "completions.jsonl"
+
+# Limits of the store (mlflow.utils.validation).
+_METRICS_PER_BATCH = 1000
+_PARAMS_PER_BATCH = 100
+_PARAM_LENGTH = 6000
+_KEPT_METRICS = 100_000
+
+T = TypeVar("T")
+
+
+def tracking_uri() -> str:
+    """``MLFLOW_TRACKING_URI``, or an SQLite store under the lab's home."""
+    return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{lab_home() / 'mlflow' / 'mlflow.db'}"
+
+
+def open_run(
+    name: str,
+    *,
+    job_id: str,
+    parent: str | None = None,
+    params: Mapping[str, Any],
+    tags: Mapping[str, str],
+    flush_every_s: float = FLUSH_EVERY_S,
+) -> TrackedRun:
+    """Open the run of one stage or pipeline, or go on with the one that an earlier try opened.
+
+    Never raises: without a store the run has no id and records nothing.
+    """
+    try:
+        client = _client()
+        experiment = _experiment(client)
+        query = f"tags.job_id = '{job_id}' and tags.stage = '{name}'"
+        if found := client.search_runs([experiment], query):
+            run_id = found[0].info.run_id
+            client.update_run(run_id, status="RUNNING")
+            return TrackedRun(client, run_id, name, flush_every_s, last_step=_last_step(client, run_id))
+        nesting = {"mlflow.parentRunId": parent} if parent else {}
+        all_tags = {**tags, **nesting, "job_id": job_id, "stage": name}
+        run = client.create_run(experiment, run_name=f"{job_id}/{name}" if parent else job_id, tags=all_tags)
+        _log_params(client, run.info.run_id, params)
+        return TrackedRun(client, run.info.run_id, name, flush_every_s)
+    except Exception as error:
+        logger.warning("MLflow cannot be used (%s); %s goes on without it", error, name)
+        return TrackedRun(None, None, name, flush_every_s)
+
+
+class TrackedRun:
+    """One MLflow run as a monitor: it hears steps, and never raises or stops a run.
+
+    Attributes:
+        id: the run's id, or None when there is no store to write to.
+    """
+
+    def __init__(
+        self, client: MlflowClient | None, run_id: str | None, stage: str, flush_every_s: float, last_step: int = 0
+    ):
+        self.id = run_id
+        self._client = client
+        self._stage = stage
+        self._last_step = last_step
+        self._metrics: list[tuple[str, float, int, int]] = []
+        self._completions: list[str] = []
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._warned = False
+        self._thread = threading.Thread(target=self._flush_until_closed, args=(flush_every_s,), daemon=True)
+        if client is not None:
+            self._thread.start()
+
+    def emit(self, event: Event) -> None:
+        """Keep a step's metrics for the next flush. A step that an earlier try logged is not logged again."""
+        if self.id is None or not isinstance(event, StepEvent):
+            return
+        own = event.stage == self._stage.split("-")[0]
+        if own and event.step <= self._last_step:
+            return
+        now_ms = int(time.time() * 1000)
+        prefix = "" if own else f"{event.stage}/"
+        with self._lock:
+            self._metrics += [
+                (sanitised(prefix + key), float(value), now_ms, event.step) for key, value in event.metrics.items()
+            ]
+            self._completions += [
+                json.dumps({"step": event.step, **row}, ensure_ascii=False) for row in event.completions
+            ]
+
+    def stop_requested(self) -> StopReason | None:
+        return None
+
+    def record(
+        self,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        tags: Mapping[str, str] | None = None,
+        documents: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Write final values: metrics without steps, tags, and artifacts by file name (a str is text, else JSON)."""
+        self._attempt(lambda client, run_id: _record(client, run_id, metrics or {}, tags or {}, documents or {}))
+
+    def close(self, status: str) -> None:
+        """Send what waits and end the run with FINISHED, FAILED or KILLED."""
+        self._closing.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._attempt(self._send_metrics)
+        self._attempt(self._send_completions)
+        self._attempt(lambda client, run_id: client.set_terminated(run_id, status))
+
+    def _flush_until_closed(self, every_s: float) -> None:
+        while not self._closing.wait(every_s):
+            self._attempt(self._send_metrics)
+
+    def _attempt(self, write: Callable[[MlflowClient, str], T]) -> None:
+        if self._client is None or self.id is None:
+            return
+        try:
+            write(self._client, self.id)
+        except Exception as error:
+            if not self._warned:
+                logger.warning(
+                    "MLflow does not answer (%s); %s goes on, its points may be incomplete", error, self._stage
+                )
+            self._warned = True
+
+    def _send_metrics(self, client: MlflowClient, run_id: str) -> None:
+        from mlflow.entities import Metric
+
+        while self._metrics:
+            batch = self._metrics[:_METRICS_PER_BATCH]
+            client.log_batch(run_id, metrics=[Metric(*metric) for metric in batch])
+            with self._lock:
+                del self._metrics[: len(batch)]
+                del self._metrics[:-_KEPT_METRICS]
+
+    def _send_completions(self, client: MlflowClient, run_id: str) -> None:
+        if not self._completions:
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            earlier = [item.path for item in client.list_artifacts(run_id)]
+            lines = (
+                Path(client.download_artifacts(run_id, COMPLETIONS, folder)).read_text()
+                if COMPLETIONS in earlier
+                else ""
+            )
+        client.log_text(run_id, lines + "\n".join(self._completions) + "\n", COMPLETIONS)
+        self._completions.clear()
+
+
+def run_link(run: TrackedRun) -> str | None:
+    """Address of a run's page, where the store is a server."""
+    uri = tracking_uri()
+    if run.id is None or run.experiment is None or not uri.startswith("http"):
+        return None
+    return f"{uri.rstrip('/')}/#/experiments/{run.experiment}/runs/{run.id}"
+
+
+def flattened(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Nested config values as dotted names and text, as MLflow's params are. Fields without a value are left out."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from flattened(value, f"{prefix}{key}.")
+        elif value is not None:
+            yield sanitised(prefix + key), str(value)[:_PARAM_LENGTH]
+
+
+def sanitised(name: str) -> str:
+    """`name` with the characters that MLflow refuses replaced: ``pass@1`` becomes ``pass_1``."""
+    return re.sub(r"[^\w\-./: ]", "_", name)
+
+
+def _client() -> MlflowClient:
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+    from mlflow.tracking import MlflowClient
+
+    uri = tracking_uri()
+    if database := _sqlite_file(uri):
+        database.parent.mkdir(parents=True, exist_ok=True)
+    return MlflowClient(tracking_uri=uri)
+
+
+def _sqlite_file(uri: str) -> Path | None:
+    return Path(uri.removeprefix("sqlite:///")).absolute() if uri.startswith("sqlite:///") else None
+
+
+def _experiment(client: MlflowClient) -> str:
+    from mlflow.exceptions import MlflowException
+
+    if found := client.get_experiment_by_name(EXPERIMENT):
+        return found.experiment_id
+    # MLflow's own default is ./mlruns of whichever process came first; artifacts belong beside their database.
+    database = _sqlite_file(tracking_uri())
+    try:
+        return client.create_experiment(
+            EXPERIMENT, artifact_location=(database.parent / "artifacts").as_uri() if database else None
+        )
+    except MlflowException:  # another process made it in between
+        if found := client.get_experiment_by_name(EXPERIMENT):
+            return found.experiment_id
+        raise
+
+
+def _last_step(client: MlflowClient, run_id: str) -> int:
+    names = [name for name in client.get_run(run_id).data.metrics if not name.startswith("eval/")]
+    return max((point.step for name in names for point in client.get_metric_history(run_id, name)), default=0)
+
+
+def _log_params(client: MlflowClient, run_id: str, values: Mapping[str, Any]) -> None:
+    from mlflow.entities import Param
+
+    params = [Param(key, value) for key, value in flattened(values)]
+    for start in range(0, len(params), _PARAMS_PER_BATCH):
+        client.log_batch(run_id, params=params[start : start + _PARAMS_PER_BATCH])
+
+
+def _record(
+    client: MlflowClient,
+    run_id: str,
+    metrics: Mapping[str, float],
+    tags: Mapping[str, str],
+    documents: Mapping[str, Any],
+) -> None:
+    from mlflow.entities import Metric, RunTag
+
+    now_ms = int(time.time() * 1000)
+    client.log_batch(
+        run_id,
+        metrics=[Metric(sanitised(key), float(value), now_ms, 0) for key, value in metrics.items()],
+        tags=[RunTag(key, value) for key, value in tags.items()],
+    )
+    for name, document in documents.items():
+        text = document if isinstance(document, str) else json.dumps(document, indent=2, ensure_ascii=False)
+        client.log_text(run_id, text, name)

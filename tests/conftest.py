@@ -1,0 +1,158 @@
+"""What all tests stand on: a home of their own, no network, no telemetry, and tiny models of each architecture.
+
+The environment is set when this file is imported, because Prefect, MLflow and torch read it when they are imported.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerFast
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def _isolate() -> None:
+    """Give the tests a home that ends with them; a developer's own lab, Prefect or MLflow is never touched."""
+    for name in [name for name in os.environ if name.startswith(("LAB_", "PREFECT_", "MLFLOW_"))]:
+        del os.environ[name]
+    home = Path(tempfile.mkdtemp(prefix="grpo-lab-tests-"))
+    atexit.register(shutil.rmtree, home, ignore_errors=True)
+    os.environ.update(
+        LAB_HOME=str(home / "lab"),
+        PREFECT_HOME=str(home / "prefect"),
+        PREFECT_SERVER_ANALYTICS_ENABLED="false",
+        MLFLOW_DISABLE_TELEMETRY="true",
+        DO_NOT_TRACK="true",
+        HF_HUB_OFFLINE="1",
+        HF_HUB_DISABLE_TELEMETRY="1",
+        TOKENIZERS_PARALLELISM="false",
+    )
+    # Tiny models are slower on many threads, and workers of pytest-xdist would share the cores anyway.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+_isolate()
+
+
+@pytest.fixture(scope="session")
+def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder in which `tiny_model_dir` keeps one model per architecture for the whole run."""
+    return tmp_path_factory.mktemp("tiny-models")
+
+
+@pytest.fixture(scope="session")
+def tiny_model_dir(request: pytest.FixtureRequest, tiny_models: Path) -> str:
+    """Folder of a randomly initialised two-layer model with tokenizer, as `model_dir` takes it; llama by default.
+
+    Another architecture: ``@pytest.mark.parametrize("tiny_model_dir", ["qwen3", "mistral"], indirect=True)``.
+    """
+    folder = tiny_models / getattr(request, "param", "llama")
+    if not folder.exists():
+        _save_tiny_model(folder.name, folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def prefect_harness() -> Iterator[None]:
+    """A real Prefect API on a temporary database, one for the whole run because it takes seconds to start."""
+    from prefect.testing.utilities import prefect_test_harness
+
+    with prefect_test_harness(server_startup_timeout=120):
+        yield
+
+
+def _save_tiny_model(architecture: str, folder: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    tokenizer = _byte_tokenizer()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(_tiny_config(architecture, tokenizer), dtype=torch.float32)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _tiny_config(architecture: str, tokenizer: PreTrainedTokenizerFast) -> PretrainedConfig:
+    from transformers import AutoConfig
+
+    own = {
+        "llama": {"tie_word_embeddings": True},
+        "qwen3": {"tie_word_embeddings": False},
+        "mistral": {"tie_word_embeddings": False, "sliding_window": None},
+    }[architecture]
+    return AutoConfig.for_model(
+        architecture,
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=8192,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        **own,
+    )
+
+
+def _byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per UTF-8 byte, two turn markers, and, as in SmolLM2, padding that is the end-of-turn token.
+
+    So a mask made by comparing with the padding id would drop the token that ends a completion.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={symbol: index for index, symbol in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|im_end|>")
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+@pytest.fixture
+def letters(monkeypatch: pytest.MonkeyPatch) -> str:
+    """Name of an environment whose reward, the share of lowercase letters, differs even between random completions."""
+    from grpo_core.environments import registry
+    from grpo_core.environments.base import Environment, Problem, Score, Split
+
+    class Letters(Environment):
+        name = "letters"
+        description = "Answer in lowercase letters."
+        max_new_tokens = 6
+
+        def problem(self, seed: int, split: Split, index: int, stream: str = "") -> Problem:
+            place = f"{seed}-{split}-{stream}-{index}"
+            return Problem(place, split, seed, index, None, f"Say ab{index}.", "ab")
+
+        def score(self, problem: Problem, completion: str) -> Score:
+            share = sum("a" <= letter <= "z" for letter in completion) / max(len(completion), 1)
+            return Score(share, {"short": float(len(completion) < 3)})
+
+    known = registry.environment_class
+    chosen = {"letters": Letters}
+    lookup = lambda name: chosen.get(name) or known(name)  # noqa: E731
+    monkeypatch.setattr(registry, "environment_class", lookup)
+    monkeypatch.setattr("grpo_core.config.environment_class", lookup)
+    return "letters"
