@@ -22,7 +22,7 @@ from grpo_core.environments.registry import make_environment
 from grpo_core.evaluation import score_problems, summary
 from grpo_core.logprobs import token_logprobs
 from grpo_core.losses import LossSettings, TokenBatch, grpo_loss, token_weights
-from grpo_core.models import BaseModel, load_base_model
+from grpo_core.models import BaseModel, enable_gradient_checkpointing, load_base_model
 from grpo_core.packing import PackedRows, pack_groups, packed_length
 from grpo_core.policies.adapters import AdapterBatch, applied
 from grpo_core.policies.base import TrainablePolicy
@@ -51,7 +51,7 @@ def train_grpo(config: GRPOConfig, monitor: Monitor) -> TrainingResult:
         return finished
     base = load_base_model(config.family, config.model_dir, config.device, config.dtype)
     if config.gradient_checkpointing:
-        base.model.gradient_checkpointing_enable({"use_reentrant": False})
+        enable_gradient_checkpointing(base)
     policy = _start(config, base)
     environment = make_environment(config.environment, config.environment_options)
     run = TrainingRun("rl", config, policy, store, monitor, items=config.prompts, per_step=config.prompts_per_step)

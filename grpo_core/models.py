@@ -88,6 +88,22 @@ def load_base_model(family: str, model_dir: str | None = None, device: str = "au
     return BaseModel(spec, model, tokenizer, torch_device, torch_dtype, source)
 
 
+def enable_gradient_checkpointing(base: BaseModel) -> None:
+    """Recompute activations in the backward pass instead of keeping them.
+
+    transformers does so in train mode only, which also turns dropout on: a model with dropout is refused,
+    because its log-probabilities would differ from pass to pass.
+
+    Raises:
+        ConfigError: the model has dropout.
+    """
+    if dropout := getattr(base.model.config, "attention_dropout", 0.0):
+        hint = "leave gradient_checkpointing out, or set attention_dropout to 0 in the model's config.json"
+        raise ConfigError(f"the model has attention_dropout {dropout}", field="gradient_checkpointing", hint=hint)
+    base.model.activation_checkpointing_enable({"use_reentrant": False})
+    base.model.train()
+
+
 def resolve_device(name: str) -> torch.device:
     """The device behind `auto`, `cuda`, `metal` or `cpu`.
 

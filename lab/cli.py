@@ -19,7 +19,7 @@ from grpo_core.errors import ConfigError, LabError
 from lab import __version__, output, texts
 from lab.options import chosen, flags_of, merged, read_file
 from lab.output import Answer
-from tasks.places import located
+from tasks.places import located, read_json
 
 BLOCKED = 3
 STOPPED = 130
@@ -110,7 +110,7 @@ def _job_command(
         with output.stdout_kept_clean():
             from lab import embedded  # Prefect
 
-            document = embedded.run(flow, config, verbose=options.verbose)
+            document = _with_items(embedded.run(flow, config, verbose=options.verbose))
         return Answer(document, partial(shown, document), STOPPED if document["status"] == "cancelled" else 0)
 
     command.__doc__ = config_class.__doc__
@@ -120,6 +120,11 @@ def _job_command(
         "return": Answer,
     }
     return command
+
+
+def _with_items(document: dict[str, Any]) -> dict[str, Any]:
+    """A flow returns an evaluation without its items; the file that it names has them."""
+    return {**read_json(document["url"]), **document} if "url" in document else document
 
 
 def _previewed(document: dict[str, Any]) -> Answer:

@@ -26,6 +26,7 @@ def prepare(verbose: bool = False) -> None:
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         "PREFECT_RESULTS_DEFAULT_SERIALIZER": "json",
         "PREFECT_LOGGING_EXTRA_LOGGERS": "grpo_core,tasks",
+        "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
         "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "INFO" if verbose else "WARNING",
         # A busy machine needs longer than the default 20 s to start the API.
         "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",

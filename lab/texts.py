@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +36,7 @@ def previewed(document: dict[str, Any]) -> list[RenderableType]:
 def training(document: dict[str, Any]) -> list[RenderableType]:
     """How a training run ended, and where its checkpoint is."""
     partial = " (partial)" if document.get("partial") else ""
-    table = _facts(
+    facts = _facts(
         status=document["status"] + (f": {document['stop_reason']}" if document.get("stop_reason") else ""),
         job=document["job_id"],
         steps=document.get("steps"),
@@ -43,7 +44,7 @@ def training(document: dict[str, Any]) -> list[RenderableType]:
         digest=document.get("digest"),
         **document.get("metrics", {}),
     )
-    return [table]
+    return [facts]
 
 
 def evaluation(document: dict[str, Any]) -> list[RenderableType]:
@@ -51,7 +52,7 @@ def evaluation(document: dict[str, Any]) -> list[RenderableType]:
     if document["status"] == "cancelled":
         return [f"stopped: {document['stop_reason']}; nothing was kept"]
     low, high = document["pass_rate_ci95"]
-    table = _facts(
+    facts = _facts(
         policy=f"{document['policy']} of {document['family']}",
         problems=document["num_tasks"],
         pass_rate=f"{document['pass_rate']:.3f} (95 % interval {low:.3f} to {high:.3f})",
@@ -61,7 +62,7 @@ def evaluation(document: dict[str, Any]) -> list[RenderableType]:
         failed=document["failed"],
         items=document["url"],
     )
-    return [table]
+    return [facts]
 
 
 def lift(
@@ -112,12 +113,18 @@ def _stores(document: dict[str, Any]) -> dict[str, Any]:
 
     run = document["mlflow_run_id"]
     opening = f"{run} (mlflow ui --backend-store-uri {tracking_uri()})" if run else None
-    return {**{f"report {kind}": url for kind, url in document["report"].items()}, "mlflow run": opening}
+    opening_prefect = f"PREFECT_HOME={os.environ.get('PREFECT_HOME', '~/.prefect')} prefect server start"
+    return {
+        **{f"report {kind}": url for kind, url in document["report"].items()},
+        "mlflow run": opening,
+        "prefect": opening_prefect,
+    }
 
 
-def _facts(**facts: Any) -> Table:
-    table = Table.grid(padding=(0, 2))
-    for name, value in facts.items():
-        if value is not None:
-            table.add_row(name, f"{value:.4g}" if isinstance(value, float) else str(value))
-    return table
+def _facts(**facts: Any) -> str:
+    """One fact a line. No table: it would cut the paths that people copy."""
+    shown = {name: value for name, value in facts.items() if value is not None}
+    width = max(map(len, shown)) + 2
+    return "\n".join(
+        f"{name:<{width}}{f'{value:.4g}' if isinstance(value, float) else value}" for name, value in shown.items()
+    )

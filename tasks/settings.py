@@ -25,7 +25,12 @@ def is_transient(task: Task[..., Any], task_run: TaskRun, state: State[Any]) -> 
 
 
 # A cached stage could answer for a checkpoint folder that no longer exists; the folder itself is the memory.
-ONCE: dict[str, Any] = {"cache_policy": NO_CACHE, "persist_result": False, "result_serializer": "json", "log_prints": False}
+ONCE: dict[str, Any] = {
+    "cache_policy": NO_CACHE,
+    "persist_result": False,
+    "result_serializer": "json",
+    "log_prints": False,
+}
 
 STAGE: dict[str, Any] = {
     **ONCE,

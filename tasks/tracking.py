@@ -180,9 +180,10 @@ class TrackedRun:
 def run_link(run: TrackedRun) -> str | None:
     """Address of a run's page, where the store is a server."""
     uri = tracking_uri()
-    if run.id is None or run.experiment is None or not uri.startswith("http"):
+    if run.id is None or not uri.startswith("http"):
         return None
-    return f"{uri.rstrip('/')}/#/experiments/{run.experiment}/runs/{run.id}"
+    experiment = _client().get_run(run.id).info.experiment_id
+    return f"{uri.rstrip('/')}/#/experiments/{experiment}/runs/{run.id}"
 
 
 def flattened(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

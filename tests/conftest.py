@@ -106,6 +106,8 @@ def _tiny_config(architecture: str, tokenizer: PreTrainedTokenizerFast) -> Pretr
         num_key_value_heads=2,
         head_dim=16,
         max_position_embeddings=8192,
+        # The usual 0.02 leaves logits so flat that no adapter of a frozen tiny model could learn anything.
+        initializer_range=0.2,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,

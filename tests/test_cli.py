@@ -159,11 +159,10 @@ EVAL = ("eval", "rl", "-f", "smollm2-135m")
 def test_a_refusal_is_one_document_or_one_line(
     capfd: pytest.CaptureFixture[str], started: list[Any], arguments: tuple[str, ...], code: int, error: dict[str, str]
 ) -> None:
-    assert lab(capfd, *arguments, "--json")[0] == code
     got, out, err = lab(capfd, *arguments, "--json")
     document = json.loads(out)["error"]
     assert (got, err) == (code, "")
-    assert {"code": document["code"], **{key: document[key] for key in error}} == {"code": document["code"], **error}
+    assert {key: document[key] for key in error} == error
     got, out, err = lab(capfd, *arguments)
     assert (got, out, err.count("\n")) == (code, "", 1)
     assert err.startswith("error: ") and document["message"] in err
@@ -176,10 +175,7 @@ def test_a_device_that_is_not_there_is_refused_before_anything_starts(
     monkeypatch.setattr(planning, "_has_nvidia_driver", lambda: False)
     code, _, err = lab(capfd, *EVAL, "--device", "cuda")
     assert (code, started) == (2, [])
-    assert (
-        err
-        == "error: device: 'cuda' needs an NVIDIA driver, none is loaded (use device 'auto' to take the best there is)\n"
-    )
+    assert err.startswith("error: device: 'cuda' needs an NVIDIA driver") and err.count("\n") == 1
 
 
 def test_a_preview_starts_nothing_and_every_blocker_is_3(
@@ -211,6 +207,19 @@ def test_how_a_job_ended_is_the_exit_code(
     got, out, err = lab(capfd, "train", "sft", "-f", "smollm2-135m", "--json")
     assert (got, json.loads(out)) == (code, {"job_id": "job-1", **document})
     assert "a library talks" in err and "a child process talks" in err
+
+
+def test_an_evaluations_json_has_its_items(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "evaluation.json").write_text(json.dumps({**evaluation_document(8), "job_id": None}))
+    summary = {"job_id": "eval-1", "status": "completed", "url": str(tmp_path / "evaluation.json")}
+    monkeypatch.setattr(embedded, "run", lambda *_, **__: summary)
+    code, out, _ = lab(capfd, *EVAL, "--json")
+    document = json.loads(out)
+    assert (code, document["job_id"], len(document["per_task"])) == (0, "eval-1", 8)
+    code, out, _ = lab(capfd, *EVAL)
+    assert code == 0 and "1.000" in out
 
 
 def test_an_interrupt_before_a_job_runs_leaves_no_traceback(

@@ -278,11 +278,11 @@ def test_a_relative_checkpoint_dir_lies_under_the_artifact_root(lab_home: Path, 
 
 
 def test_a_door_watches_and_cannot_hurt(lab_home: Path, core: list[str]) -> None:
-    class Recorder(Monitors):
-        events: list[Any] = []
+    events: list[Any] = []
 
+    class Recorder(Monitors):
         def emit(self, event: Any) -> None:
-            self.events.append(event)
+            events.append(event)
 
     class Broken(Monitors):
         def emit(self, event: Any) -> None:
@@ -290,7 +290,7 @@ def test_a_door_watches_and_cannot_hurt(lab_home: Path, core: list[str]) -> None
 
     with watching(Broken(), Recorder()):
         assert train_sft(SFT)["status"] == "completed"
-    assert [(event.stage, event.step) for event in Recorder.events] == [("sft", 1)]
+    assert [(event.stage, event.step) for event in events] == [("sft", 1)]
 
 
 @pytest.mark.parametrize("flow", FLOWS, ids=lambda flow: flow.name)

@@ -64,6 +64,7 @@ def test_many_steps_cost_few_calls_and_none_is_lost(client: MlflowClient, monkey
 def test_points_are_sent_while_the_stage_runs(client: MlflowClient) -> None:
     run = open_run("rl", "job-live", flush_every_s=0.01)
     run.emit(step(1))
+    found: list[tuple[int, float]] = []
     for _ in range(1000):  # the thread that sends needs a moment, on a busy machine a long one
         if found := points(client, run, "reward"):
             break
@@ -118,7 +119,7 @@ def test_artifacts_lie_beside_their_database(client: MlflowClient, store: str) -
     run = open_run("rl", "job-place")
     run.close("FINISHED")
     root = Path(store.removeprefix("sqlite:///")).parent / "artifacts"
-    assert client.get_run(str(run.id)).info.artifact_uri.startswith(root.as_uri())
+    assert str(client.get_run(str(run.id)).info.artifact_uri).startswith(root.as_uri())
 
 
 def test_without_a_store_training_goes_on(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
