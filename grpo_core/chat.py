@@ -52,8 +52,9 @@ class Chat:
         )
         ids = [int(token) for token in rendered]
         if len(ids) + max_new_tokens > self._context_limit:
+            needed = f"{len(ids)} prompt tokens and {max_new_tokens} new ones"
             raise ConfigError(
-                f"a prompt of {len(ids)} tokens and {max_new_tokens} new ones exceed the context of {self._context_limit}",
+                f"{needed} exceed the context of {self._context_limit}",
                 field="environment_options",
                 hint="make the documents shorter (for niah: max_blocks, num_keys) or max_new_tokens smaller",
                 code="CONTEXT_TOO_LONG",

@@ -11,7 +11,6 @@ import importlib.util
 import logging
 import os
 import shutil
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +18,11 @@ from pathlib import Path
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
 
 from grpo_core.errors import ConfigError
 from grpo_core.families import FAMILIES, Family
+from grpo_core.home import lab_home
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +70,7 @@ def load_base_model(family: str, model_dir: str | None = None, device: str = "au
     Raises:
         ConfigError: the device is not there, or the weights cannot be had.
     """
+    disable_progress_bar()  # loading takes a second, and its bars break the job's own display
     spec = FAMILIES[family]
     torch_device = resolve_device(device)
     torch_dtype = resolve_dtype(dtype, torch_device)
@@ -141,12 +143,11 @@ def smollm2_folder() -> Path:
     Raises:
         ConfigError: the package is not installed, or its file is not the known one.
     """
-    home = Path(os.environ.get("LAB_HOME", "~/.grpo-lab")).expanduser()
-    folder = home / "models" / f"smollm2-135m-{_SMOLLM2_SHA256[:12]}"
+    folder = lab_home() / "models" / f"smollm2-135m-{_SMOLLM2_SHA256[:12]}"
     if (folder / "config.json").is_file():
         return folder
     source = _smollm2_gguf()
-    print("dequantising SmolLM2-135M once (about 20 s)", file=sys.stderr)
+    logger.warning("dequantising SmolLM2-135M, once (about 20 s)")
     folder.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=".smollm2-", dir=folder.parent))
     try:

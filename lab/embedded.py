@@ -13,9 +13,9 @@ from typing import Any
 
 from grpo_core.config import Config
 from grpo_core.errors import LabError
+from grpo_core.home import lab_home
 from lab import home
 from lab.progress import TerminalProgress
-from tasks.places import lab_home
 
 
 def run(flow_name: str, config: Config, verbose: bool = False) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 
-from tasks.places import lab_home
+from grpo_core.home import lab_home
 from tasks.tracking import tracking_uri
 
 

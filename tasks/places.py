@@ -1,4 +1,4 @@
-"""Where a job's files live: the lab's home, its artifact root, and the small documents in a run folder.
+"""Where a job's files live: the artifact root under the lab's home, and the small documents in a run folder.
 
 No Prefect, no MLflow and no torch here: the doors read this before anything heavy is loaded.
 """
@@ -14,6 +14,7 @@ import fsspec
 
 from grpo_core.checkpoints import read_text
 from grpo_core.config import Config
+from grpo_core.home import lab_home
 
 # In a folder of their own: a training run keeps a result.json of its own in the folder of its checkpoints.
 CONFIG = "job/config.json"
@@ -23,11 +24,6 @@ RESULT = "job/result.json"
 PLACES = ("checkpoint_dir", "init_checkpoint_dir", "init_adapter_dir")
 
 C = TypeVar("C", bound=Config)
-
-
-def lab_home() -> Path:
-    """The folder under which everything lives: ``LAB_HOME``, or ``~/.grpo-lab``."""
-    return Path(os.environ.get("LAB_HOME", "~/.grpo-lab")).expanduser().absolute()
 
 
 def artifact_root() -> Path:

@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from grpo_core.home import lab_home
 from grpo_core.progress import Event, StepEvent, StopReason
-from tasks.places import lab_home
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
