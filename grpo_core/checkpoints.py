@@ -14,7 +14,6 @@ What a run does with its checkpoints (resume, refuse, extend) is in `training.py
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 import tempfile
 from collections.abc import Iterator
@@ -23,11 +22,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import fsspec
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from grpo_core.errors import CheckpointCorrupt, CheckpointError, NotFoundError
+from grpo_core.errors import CheckpointConflict, CheckpointCorrupt, CheckpointError, NotFoundError
+from grpo_core.files import read_json, write_json
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
@@ -43,6 +42,7 @@ class Manifest:
         config: resolved config of the job, without its `checkpoint_dir`.
         layout: what exact continuation depends on (dtype, device, libraries, micro-batching).
         files: SHA-256 of every file by name.
+        inputs: digests of what the config only names: the initial adapter, the dataset, the base weights.
         parent: step of the checkpoint that this one continued from, or None.
     """
 
@@ -54,6 +54,7 @@ class Manifest:
     digest: str
     files: dict[str, str]
     parent: int | None
+    inputs: dict[str, str]
     format_version: int = FORMAT_VERSION
 
 
@@ -87,8 +88,15 @@ class CheckpointStore:
         return manifests[-1] if manifests else None
 
     def save(self, source: Path, manifest: Manifest) -> None:
-        """Upload a staged local folder as a checkpoint; its manifest goes last."""
+        """Upload a staged local folder as a checkpoint; its manifest goes last.
+
+        Raises:
+            CheckpointConflict: a complete checkpoint of that step is there, so another run writes here too.
+        """
         folder = self._folder(manifest.step)
+        if self._manifest(manifest.step) is not None:
+            message = f"{self.url} already has a checkpoint of step {manifest.step}: another run writes to this folder"
+            raise CheckpointConflict(message, field="checkpoint_dir", hint="wait for it, or use another folder")
         if self._fs.exists(folder):
             self._fs.rm(folder, recursive=True)  # an incomplete one: its writer was killed
         self._fs.makedirs(folder, exist_ok=True)
@@ -96,11 +104,12 @@ class CheckpointStore:
             self._fs.put_file(str(source / name), f"{folder}/{name}")
         self._write_json(f"{folder}/{MANIFEST}", manifest.__dict__)
 
-    def mark_partial(self, step: int) -> None:
-        """Say of a complete checkpoint that its run stopped there."""
+    def mark(self, step: int, partial: bool) -> None:
+        """Say of a complete checkpoint whether its run stopped there."""
         manifest = self._manifest(step)
         assert manifest is not None
-        self._write_json(f"{self._folder(step)}/{MANIFEST}", {**manifest.__dict__, "partial": True})
+        if manifest.partial != partial:
+            self._write_json(f"{self._folder(step)}/{MANIFEST}", {**manifest.__dict__, "partial": partial})
 
     @contextmanager
     def opened(self, step: int) -> Iterator[Path]:
@@ -149,13 +158,13 @@ class CheckpointStore:
 
     def _read_json(self, path: str) -> dict[str, Any] | None:
         try:
-            content = json.loads(self._fs.cat_file(path))
-        except (FileNotFoundError, json.JSONDecodeError):
+            content = read_json(self._fs.unstrip_protocol(path))
+        except (NotFoundError, ValueError):
             return None  # never written, or its writer was killed: either way not complete
         return content if isinstance(content, dict) else None
 
     def _write_json(self, path: str, content: dict[str, Any]) -> None:
-        self._fs.pipe_file(path, json.dumps(content, indent=2, sort_keys=True).encode())
+        write_json(self._fs.unstrip_protocol(path), content)
 
 
 @contextmanager
@@ -193,16 +202,3 @@ def file_digest(path: Path) -> str:
     """SHA-256 of a local file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def read_text(url: str) -> str:
-    """The text of a file at any fsspec URL.
-
-    Raises:
-        NotFoundError: there is no such file.
-    """
-    try:
-        with fsspec.open(url, "r") as file:
-            return str(file.read())  # type: ignore[union-attr]
-    except FileNotFoundError:
-        raise NotFoundError(f"there is no file {url!r}") from None

@@ -81,17 +81,6 @@ class ComputeConfig(Config):
         default=None, gt=0, description="Stop with a partial checkpoint at this cost; this machine costs 0."
     )
 
-    @model_validator(mode="after")
-    def _only_this_machine(self) -> Self:
-        for name in ("offer", "region", "gpus", "spot", "provider"):
-            if getattr(self, name):
-                raise _refuse(
-                    name,
-                    f"{getattr(self, name)!r}: offers cannot be used in this version",
-                    "leave it out to run on this machine",
-                )
-        return self
-
 
 class CommonConfig(Config):
     """What every job on problems needs."""
@@ -303,6 +292,8 @@ class SFTConfig(CommonConfig, SFTSettings):
     @model_validator(mode="after")
     def _blocks_are_niahs(self) -> Self:
         blocks = {name: value for name in ("min_blocks", "max_blocks") if (value := getattr(self, name)) is not None}
+        if blocks and self.dataset is not None:
+            raise _refuse(next(iter(blocks)), "a dataset has no blocks to choose", "leave it out")
         if blocks and self.environment != "niah":
             raise _refuse(
                 next(iter(blocks)),
@@ -319,8 +310,12 @@ class SFTConfig(CommonConfig, SFTSettings):
         return self
 
     def resolved(self) -> Self:
-        """The config with the family's values written in."""
-        return self.model_copy(update={"lr": self.lr or self.family_spec.lora.lr})
+        """The config with the family's values written in; those of an initial adapter stay its own."""
+        preset = self.family_spec.lora
+        update: dict[str, Any] = {"lr": self.lr or preset.lr}
+        if self.init_adapter_dir is None:
+            update |= {"lora_rank": self.lora_rank or preset.rank, "lora_alpha": self.lora_alpha or preset.alpha}
+        return self.model_copy(update=update)
 
 
 class GRPOConfig(CommonConfig, GRPOSettings):
@@ -333,20 +328,22 @@ class GRPOConfig(CommonConfig, GRPOSettings):
     _built = field_validator("policy")(_policy_is_built)
 
     def resolved(self) -> Self:
-        """The config with the family's and the environment's values written in."""
-        environment = environment_class(self.environment)
-        return self.model_copy(
-            update={
-                "lr": self.lr or self.family_spec.lora.lr,
-                "max_new_tokens": self.max_new_tokens or environment.max_new_tokens,
-            }
-        )
+        """The config with the family's and the environment's values written in; an initial adapter keeps its own."""
+        preset, environment = self.family_spec.lora, environment_class(self.environment)
+        update: dict[str, Any] = {"lr": self.lr or preset.lr}
+        update |= {"max_new_tokens": self.max_new_tokens or environment.max_new_tokens}
+        if self.init_checkpoint_dir is None:
+            update |= {"lora_rank": self.lora_rank or preset.rank}
+        return self.model_copy(update=update)
 
 
 class EvalConfig(CommonConfig, EvalSettings):
     """Evaluation of a policy on the eval split."""
 
     policy: EvaluatedPolicy = Field(default="base", description="Policy to score: base, peft-lora or hypernet.")
+    checkpoint_dir: str | None = Field(
+        default=None, description="Checkpoint folder, job or adapter directory of the policy to score; not for base."
+    )
 
     _built = field_validator("policy")(_policy_is_built)
 
@@ -394,6 +391,10 @@ class PipelineConfig(CommonConfig):
             raise _refuse("rl.init_checkpoint_dir", "in a pipeline RL starts from the SFT stage", hint)
         if self.d2l != D2LSettings():
             raise _refuse("d2l", "only policy 'hypernet' trains a hypernetwork", "leave these fields out")
+        rank = self.sft.lora_rank or self.family_spec.lora.rank
+        if self.sft.init_adapter_dir is None and self.rl.lora_rank not in (None, rank):
+            hint = "leave it out to continue the SFT stage's adapter, or set sft.lora_rank"
+            raise _refuse("rl.lora_rank", f"{self.rl.lora_rank} differs from the SFT stage's {rank}", hint)
         # Conflicts between a stage and the common fields must show before anything runs.
         try:
             self.sft_stage(checkpoint_dir=None)
@@ -404,13 +405,15 @@ class PipelineConfig(CommonConfig):
 
     def resolved(self) -> Self:
         """The config with the values of family and environment written into its stages."""
-        rl = self.rl_stage(init_checkpoint_dir=None, checkpoint_dir=None).resolved()
+        rl = self.rl_stage(init_checkpoint_dir="sft", checkpoint_dir=None).resolved()
         sft = self.sft_stage(checkpoint_dir=None).resolved()
         evaluation = self.eval_stage("base", None).resolved()
         return self.model_copy(
             update={
                 "sft": SFTSettings(**sft.model_dump(include=set(SFTSettings.model_fields))),
-                "rl": GRPOSettings(**rl.model_dump(include=set(GRPOSettings.model_fields))),
+                "rl": GRPOSettings(
+                    **{**rl.model_dump(include=set(GRPOSettings.model_fields)), "init_checkpoint_dir": None}
+                ),
                 "eval": EvalSettings(**evaluation.model_dump(include=set(EvalSettings.model_fields))),
             }
         )

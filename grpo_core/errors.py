@@ -2,6 +2,7 @@
 
     LabError                     code and exit code; names the field, the value and what to do
     ├── ConfigError              the request is wrong                              exit 2
+    ├── AdmissionRefused         the request is valid but may not be started here  exit 3
     ├── NotFoundError            a thing that the request names does not exist     exit 4
     ├── CheckpointError          a checkpoint cannot be used as asked
     │   ├── CheckpointCorrupt    bytes differ from the manifest's digests          exit 1
@@ -15,6 +16,8 @@ be retried: `is_retryable` is the one place that decides.
 from __future__ import annotations
 
 from typing import Any
+
+from grpo_core.progress import StopNow
 
 
 class LabError(Exception):
@@ -63,6 +66,13 @@ class ConfigError(LabError):
     exit_code = 2
 
 
+class AdmissionRefused(LabError):
+    """The request is valid, but this machine or its limits do not admit it; nothing was started."""
+
+    code = "ADMISSION_REFUSED"
+    exit_code = 3
+
+
 class NotFoundError(LabError):
     """A job, file or folder that the request names does not exist."""
 
@@ -96,5 +106,5 @@ class TrainingFailed(LabError):
 
 
 def is_retryable(error: BaseException) -> bool:
-    """Whether starting the same work again may succeed: not after an error raised on purpose."""
-    return isinstance(error, Exception) and not isinstance(error, LabError)
+    """Whether starting the same work again may succeed: not after an error raised on purpose, nor after a stop."""
+    return isinstance(error, Exception) and not isinstance(error, LabError | StopNow)

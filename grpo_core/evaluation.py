@@ -12,15 +12,15 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import fsspec
 import numpy as np
 
 from grpo_core.chat import Chat
-from grpo_core.checkpoints import policy_folder, read_text
+from grpo_core.checkpoints import policy_folder
 from grpo_core.config import EvalConfig
 from grpo_core.environments.base import Environment, Problem
 from grpo_core.environments.registry import make_environment
-from grpo_core.errors import NotFoundError
+from grpo_core.errors import ConfigError, NotFoundError
+from grpo_core.files import read_json, write_json
 from grpo_core.lift import wilson_interval
 from grpo_core.models import BaseModel, load_base_model
 from grpo_core.policies.base import BarePolicy, Policy, tensors_digest
@@ -33,36 +33,39 @@ RESULT = "evaluation.json"
 BATCH_PROMPTS = 16
 
 
-def evaluate(config: EvalConfig, output_dir: str, monitor: Monitor) -> EvaluationResult:
+def evaluate(config: EvalConfig, output_dir: str, monitor: Monitor, job_id: str | None = None) -> EvaluationResult:
     """Evaluate and store the result as ``evaluation.json`` in `output_dir`; a stored one is returned.
 
     Raises:
         StopNow: a stop was wanted; nothing is stored.
-        ConfigError: a prompt does not fit, or the checkpoint is not there.
+        ConfigError: a prompt does not fit, the environment repeats a problem, or the checkpoint is not there.
     """
+    started = time.monotonic()
     config = config.resolved()
+    assert config.max_new_tokens is not None and config.pass_threshold is not None
+    environment = make_environment(config.environment, config.environment_options)
+    problems = environment.problems(config.seed, "eval", config.num_tasks)
+    _refuse_repeated(problems)
     base = load_base_model(config.family, config.model_dir, config.device, config.dtype)
     policy, digest = _load_policy(config, base)
-    settings = evaluation_settings(config, str(base.dtype).removeprefix("torch."))
+    settings = evaluation_settings(config, base)
     stored = _stored(output_dir)
     if stored and (stored.settings_hash, stored.checkpoint_digest) == (settings_hash(settings), digest):
         return stored
 
-    started = time.monotonic()
-    environment = make_environment(config.environment, config.environment_options)
-    problems = environment.problems(config.seed, "eval", config.num_tasks)
-    assert config.max_new_tokens is not None and config.pass_threshold is not None
     items = score_problems(
         policy,
         environment,
         problems,
-        SamplingSettings(config.max_new_tokens, config.temperature, Chat(base).stop_ids),
+        max_new_tokens=config.max_new_tokens,
+        temperature=config.temperature,
         pass_threshold=config.pass_threshold,
         seed=config.seed,
         samples=config.samples_per_problem,
         monitor=monitor,
     )
     result = EvaluationResult(
+        job_id=job_id,
         family=config.family,
         environment=config.environment,
         policy=config.policy,
@@ -76,17 +79,44 @@ def evaluate(config: EvalConfig, output_dir: str, monitor: Monitor) -> Evaluatio
         per_task=items,
         **summary(items),
     )
-    with fsspec.open(f"{output_dir.rstrip('/')}/{RESULT}", "w", auto_mkdir=True) as file:
-        json.dump(result.document(), file, indent=2)  # type: ignore[arg-type]
+    write_json(f"{output_dir.rstrip('/')}/{RESULT}", result.document())
     return result
+
+
+def validate(
+    policy: Policy,
+    environment: Environment,
+    problems: Sequence[Problem],
+    max_new_tokens: int,
+    monitor: Monitor,
+) -> dict[str, float]:
+    """Greedy reward on these problems, as the metrics that training loops watch.
+
+    Raises:
+        StopNow: a stop was wanted.
+    """
+    items = score_problems(
+        policy,
+        environment,
+        problems,
+        max_new_tokens=max_new_tokens,
+        temperature=0.0,
+        pass_threshold=environment.pass_threshold,
+        seed=0,
+        samples=1,
+        monitor=monitor,
+    )
+    figures = summary(items)
+    return {"eval/reward": figures["mean_reward"], "eval/pass_rate": figures["pass_rate"]}
 
 
 def score_problems(
     policy: Policy,
     environment: Environment,
     problems: Sequence[Problem],
-    settings: SamplingSettings,
     *,
+    max_new_tokens: int,
+    temperature: float,
     pass_threshold: float,
     seed: int,
     samples: int,
@@ -99,12 +129,14 @@ def score_problems(
         ConfigError: a prompt does not fit into the context.
     """
     chat, sampler = Chat(policy.base), TorchSampler(policy.base)
-    prompts = [chat.prompt_ids(policy.render(problem), settings.max_new_tokens) for problem in problems]
+    settings = SamplingSettings(max_new_tokens, temperature, chat.stop_ids)
+    prompts = [chat.prompt_ids(policy.render(problem), max_new_tokens) for problem in problems]
     by_length = sorted(range(len(problems)), key=lambda i: (len(prompts[i]), i))
     batches = [by_length[i : i + BATCH_PROMPTS] for i in range(0, len(by_length), BATCH_PROMPTS)]
     groups: dict[int, list[Completion]] = {}
     for number, batch in enumerate(batches, start=1):
-        uniforms = [addressed_uniforms(seed, 0, problems[i].index, 0, samples, settings.max_new_tokens) for i in batch]
+        raise_if_stopping(monitor)
+        uniforms = [addressed_uniforms(seed, 0, problems[i].index, 0, samples, max_new_tokens) for i in batch]
         sampled = sampler.sample(
             [prompts[i] for i in batch],
             policy.adapters([problems[i] for i in batch]),
@@ -122,7 +154,11 @@ def score_problems(
 
 
 def summary(items: Sequence[ItemResult]) -> dict[str, Any]:
-    """The figures over all items, failed ones counted as reward 0: fields of `EvaluationResult`."""
+    """The figures over all items, failed ones counted as reward 0: fields of `EvaluationResult`.
+
+    The interval of the pass rate counts problems: several samples of one are not independent.
+    """
+    problems = len({item.id for item in items})
     rewards = np.array([item.reward for item in items])
     passed = sum(item.passed for item in items)
     parts = sorted({name for item in items for name in item.parts})
@@ -132,18 +168,19 @@ def summary(items: Sequence[ItemResult]) -> dict[str, Any]:
         "min_reward": float(rewards.min()),
         "max_reward": float(rewards.max()),
         "pass_rate": passed / len(items),
-        "pass_rate_ci95": wilson_interval(passed, len(items)),
+        "pass_rate_ci95": wilson_interval(passed / len(items) * problems, problems),
         "parts": {name: float(np.mean([item.parts.get(name, 0.0) for item in items])) for name in parts},
         "truncated": sum(item.truncated for item in items),
         "failed": sum(item.error is not None for item in items),
     }
 
 
-def evaluation_settings(config: EvalConfig, dtype: str) -> dict[str, object]:
+def evaluation_settings(config: EvalConfig, base: BaseModel) -> dict[str, object]:
     """What two evaluations must share for their items to be comparable: everything but the policy."""
-    shared = ("family", "model_dir", "environment", "environment_options", "seed", "num_tasks", "samples_per_problem")
+    shared = ("family", "environment", "environment_options", "seed", "num_tasks", "samples_per_problem")
     decoding = ("max_new_tokens", "temperature", "pass_threshold")
-    return {**config.model_dump(mode="json", include={*shared, *decoding}), "split": "eval", "dtype": dtype}
+    numerics = {"split": "eval", "dtype": str(base.dtype).removeprefix("torch."), "weights": base.fingerprint}
+    return {**config.model_dump(mode="json", include={*shared, *decoding}), **numerics}
 
 
 def settings_hash(settings: dict[str, object]) -> str:
@@ -156,9 +193,9 @@ def read_evaluation(url: str) -> EvaluationResult:
 
     Raises:
         NotFoundError: there is none.
+        ValueError: it is no evaluation document.
     """
-    path = url if url.endswith(".json") else f"{url.rstrip('/')}/{RESULT}"
-    return EvaluationResult.model_validate_json(read_text(path))
+    return EvaluationResult.model_validate(read_json(url if url.endswith(".json") else f"{url.rstrip('/')}/{RESULT}"))
 
 
 def _stored(output_dir: str) -> EvaluationResult | None:
@@ -166,6 +203,13 @@ def _stored(output_dir: str) -> EvaluationResult | None:
         return read_evaluation(output_dir)
     except (NotFoundError, ValueError):
         return None  # none yet, or its writer was killed
+
+
+def _refuse_repeated(problems: Sequence[Problem]) -> None:
+    distinct = len({problem.id for problem in problems})
+    if distinct < len(problems):
+        message = f"the environment has only {distinct} distinct problems at {len(problems)} places of its eval split"
+        raise ConfigError(message, field="num_tasks", hint=f"evaluate at most {distinct}, or make its options harder")
 
 
 def _load_policy(config: EvalConfig, base: BaseModel) -> tuple[Policy, str | None]:

@@ -1,11 +1,12 @@
 """The table of base-model families: where weights come from and what suits them. No torch here.
 
-A family fixes its LoRA preset, chat-template options, context limit and default dtype. `model_dir`
+A family fixes its LoRA preset, chat-template options and context limit. `model_dir`
 replaces the weights of any family, never its architecture.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -117,3 +118,23 @@ def check_model_dir(family: Family, model_dir: str) -> None:
         raise ConfigError(
             f"{model_dir!r} has no *.safetensors weights", field="model_dir", hint="other weight formats are not loaded"
         )
+
+
+def weights_fingerprint(source: str) -> str:
+    """What tells two sets of weights apart without reading all of them: SHA-256 over samples, 16 hex digits.
+
+    Names and sizes of a folder's safetensors files and 64 evenly spaced pieces of each; a hub id stands for
+    itself.
+    """
+    folder = Path(source)
+    if not folder.is_dir():
+        return source
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for path in sorted(folder.glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name}|{size}".encode())
+        with path.open("rb") as file:
+            for piece in range(64):
+                file.seek(size * piece // 64)
+                digest.update(file.read(4096))
+    return digest.hexdigest()[:16]

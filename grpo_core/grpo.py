@@ -15,22 +15,21 @@ import torch
 from torch import Tensor
 
 from grpo_core.chat import Chat
-from grpo_core.checkpoints import CheckpointStore, policy_folder
+from grpo_core.checkpoints import CheckpointStore
 from grpo_core.config import GRPOConfig
-from grpo_core.environments.base import Environment
 from grpo_core.environments.registry import make_environment
-from grpo_core.evaluation import score_problems, summary
+from grpo_core.evaluation import validate
 from grpo_core.logprobs import token_logprobs
 from grpo_core.losses import LossSettings, TokenBatch, grpo_loss, token_weights
-from grpo_core.models import BaseModel, enable_gradient_checkpointing, load_base_model
+from grpo_core.models import enable_gradient_checkpointing, load_base_model
 from grpo_core.packing import PackedRows, pack_groups, packed_length
 from grpo_core.policies.adapters import AdapterBatch, applied
 from grpo_core.policies.base import TrainablePolicy
-from grpo_core.policies.peft_lora import PeftLoraPolicy, start_policy
-from grpo_core.progress import Monitor, StepEvent, raise_if_stopping
+from grpo_core.policies.peft_lora import input_digests, start_policy
+from grpo_core.progress import Monitor, raise_if_stopping
 from grpo_core.results import TrainingResult
 from grpo_core.rollouts import Roller, Rollout, rollout_metrics, shown_completions
-from grpo_core.sampling import SamplingSettings, TorchSampler
+from grpo_core.sampling import TorchSampler
 from grpo_core.training import StepResult, TrainingRun, stored_result
 
 AUTOMATIC_MICRO_BATCH_TOKENS = 4096
@@ -45,19 +44,33 @@ def train_grpo(config: GRPOConfig, monitor: Monitor) -> TrainingResult:
         TrainingFailed: no group ever had a signal, or a number was not finite.
     """
     config = config.resolved()
-    assert config.checkpoint_dir is not None
+    assert config.checkpoint_dir is not None and config.max_new_tokens is not None
     store = CheckpointStore(config.checkpoint_dir)
-    if finished := stored_result(store, config):
+    inputs = input_digests(store, config, config.init_checkpoint_dir)
+    if finished := stored_result(store, config, inputs):
         return finished
     base = load_base_model(config.family, config.model_dir, config.device, config.dtype)
     if config.gradient_checkpointing:
         enable_gradient_checkpointing(base)
-    policy = _start(config, base)
+    init, field = config.init_checkpoint_dir, "init_checkpoint_dir"
+    policy = start_policy(base, store, init, field, config.lora_rank, None, config.seed)
     environment = make_environment(config.environment, config.environment_options)
-    run = TrainingRun("rl", config, policy, store, monitor, items=config.prompts, per_step=config.prompts_per_step)
+    run = TrainingRun(
+        "rl",
+        config,
+        policy,
+        store,
+        monitor,
+        items=config.prompts,
+        per_step=config.prompts_per_step,
+        inputs=inputs,
+        micro_batch=micro_batch_tokens(config),
+    )
+    run.begin()
     run.freeze_reference(config.kl_reference)
     roller = Roller(config, policy, environment, Chat(base), TorchSampler(base), monitor)
     trainer = GroupTrainer(config, policy, monitor)
+    watched = environment.problems(config.seed, "validation", config.eval_prompts) if config.eval_every else []
 
     def step(number: int, items: range) -> StepResult:
         started = time.monotonic()
@@ -65,39 +78,18 @@ def train_grpo(config: GRPOConfig, monitor: Monitor) -> TrainingResult:
         rolled = time.monotonic()
         metrics = rollout_metrics(rollouts, redrawn) | trainer.train(run, number, rollouts)
         metrics |= {"time/rollout": rolled - started, "time/train": time.monotonic() - rolled}
-        if config.eval_every and number % config.eval_every == 0 and number < run.total:
-            metrics |= _evaluate(config, policy, environment, monitor)
         tokens = sum(len(r.prompt) + len(c.ids) for r in rollouts for c in r.completions)
         return StepResult(metrics, tokens, shown_completions(number, rollouts))
 
-    if config.eval_every and run.fresh:
-        monitor.emit(StepEvent("rl", 0, run.total, _evaluate(config, policy, environment, monitor)))
-    return run.execute(
-        step, finish=lambda: _evaluate(config, policy, environment, monitor) if config.eval_every else {}
-    )
+    def validated() -> dict[str, float]:
+        return validate(policy, environment, watched, roller.max_new_tokens, monitor)
+
+    return run.execute(step, validated if watched else None, config.eval_every)
 
 
-def _start(config: GRPOConfig, base: BaseModel) -> PeftLoraPolicy:
-    adapter = (config.lora_rank, None, config.seed, "init_checkpoint_dir")
-    if config.init_checkpoint_dir is None:
-        return start_policy(base, None, *adapter)
-    with policy_folder(config.init_checkpoint_dir) as folder:
-        return start_policy(base, folder, *adapter)
-
-
-def _evaluate(
-    config: GRPOConfig, policy: TrainablePolicy, environment: Environment, monitor: Monitor
-) -> dict[str, float]:
-    """Greedy reward on the first problems of the validation split: the same ones every time."""
-    assert config.max_new_tokens is not None
-    problems = environment.problems(config.seed, "validation", config.eval_prompts)
-    settings = SamplingSettings(config.max_new_tokens, 0.0, Chat(policy.base).stop_ids)
-    threshold = environment.pass_threshold
-    items = score_problems(
-        policy, environment, problems, settings, pass_threshold=threshold, seed=config.seed, samples=1, monitor=monitor
-    )
-    figures = summary(items)
-    return {"eval/reward": figures["mean_reward"], "eval/pass_rate": figures["pass_rate"]}
+def micro_batch_tokens(config: GRPOConfig) -> int:
+    """Tokens of one forward and backward pass, padding counted."""
+    return config.micro_batch_tokens or AUTOMATIC_MICRO_BATCH_TOKENS
 
 
 @dataclass
@@ -131,7 +123,11 @@ class GroupTrainer:
         self._policy = policy
         self._monitor = monitor
         self._settings = LossSettings(
-            config.loss, config.clip_low, config.clip_high, config.kl_beta, config.sampler_correction
+            loss=config.loss,
+            clip_low=config.clip_low,
+            clip_high=config.clip_high,
+            kl_beta=config.kl_beta,
+            sampler_correction=config.sampler_correction,
         )
 
     def train(self, run: TrainingRun, step: int, rollouts: Sequence[Rollout]) -> dict[str, float]:
@@ -211,8 +207,8 @@ class GroupTrainer:
         per_completion = token_weights([len(c.ids) for c in counted], self._config.loss, self._config.max_new_tokens)
         weights = {id(completion): weight for completion, weight in zip(counted, per_completion, strict=True)}
         trained = [r for r in rollouts if bool(r.counted.any()) and (r.signal or self._config.kl_beta > 0)]
-        limit = self._config.micro_batch_tokens or AUTOMATIC_MICRO_BATCH_TOKENS
-        return [self._micro_batch(part, weights) for part in _partition(trained, limit)]
+        parts = _partition(trained, micro_batch_tokens(self._config))
+        return [self._micro_batch(part, weights) for part in parts]
 
     def _micro_batch(self, rollouts: list[Rollout], weights: dict[int, float]) -> _MicroBatch:
         device = self._policy.base.device

@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils.logging import disable_progress_bar
 
 from grpo_core.errors import ConfigError
-from grpo_core.families import FAMILIES, Family
+from grpo_core.families import FAMILIES, Family, weights_fingerprint
 from grpo_core.home import lab_home
 
 logger = logging.getLogger(__name__)
@@ -37,6 +37,7 @@ class BaseModel:
     Attributes:
         model: transformers causal language model, in eval mode, no parameter requires grad.
         source: folder or hub id that the weights came from.
+        fingerprint: tells these weights from others (`families.weights_fingerprint`).
     """
 
     family: Family
@@ -45,6 +46,7 @@ class BaseModel:
     device: torch.device
     dtype: torch.dtype
     source: str
+    fingerprint: str
 
     @property
     def decoder(self) -> nn.Module:
@@ -74,7 +76,7 @@ def load_base_model(family: str, model_dir: str | None = None, device: str = "au
     spec = FAMILIES[family]
     torch_device = resolve_device(device)
     torch_dtype = resolve_dtype(dtype, torch_device)
-    source = str(Path(model_dir).expanduser()) if model_dir else spec.hub_id or str(smollm2_folder())
+    source = weights_source(family, model_dir)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
         model = AutoModelForCausalLM.from_pretrained(source, dtype=torch_dtype, use_safetensors=True)
@@ -87,7 +89,12 @@ def load_base_model(family: str, model_dir: str | None = None, device: str = "au
     if tokenizer.chat_template is None:
         raise ConfigError(f"the tokenizer of {source!r} has no chat template", field="model_dir")
     nn.Module.to(model, torch_device).eval().requires_grad_(False)
-    return BaseModel(spec, model, tokenizer, torch_device, torch_dtype, source)
+    return BaseModel(spec, model, tokenizer, torch_device, torch_dtype, source, weights_fingerprint(source))
+
+
+def weights_source(family: str, model_dir: str | None) -> str:
+    """The folder or hub id that a family's weights come from."""
+    return str(Path(model_dir).expanduser()) if model_dir else FAMILIES[family].hub_id or str(smollm2_folder())
 
 
 def enable_gradient_checkpointing(base: BaseModel) -> None:

@@ -115,11 +115,12 @@ class TorchSampler:
             between_tokens()
             tokens, logprobs, entropies = _draw(logits, settings.temperature, draws[alive, number])
             keep = []
-            for place, (row, token) in enumerate(zip(alive, tokens.tolist(), strict=True)):
+            drawn = zip(alive, tokens.tolist(), logprobs.tolist(), entropies.tolist(), strict=True)
+            for place, (row, token, logprob, entropy) in enumerate(drawn):
                 completion = completions[row]
                 completion.ids.append(token)
-                completion.logprobs.append(float(logprobs[place]))
-                completion.entropies.append(float(entropies[place]))
+                completion.logprobs.append(logprob)
+                completion.entropies.append(entropy)
                 completion.truncated = token not in settings.stop_ids
                 if completion.truncated:
                     keep.append(place)
@@ -175,8 +176,11 @@ def _draw(logits: Tensor, temperature: float, uniforms: np.ndarray) -> tuple[Ten
     if temperature == 0:
         tokens = logits.argmax(-1)
         return tokens, torch.zeros_like(entropies), entropies
-    cumulative = probabilities.double().cumsum(-1)
-    points = torch.from_numpy(uniforms).to(logits.device)[:, None] * cumulative[:, -1:]
+    # Metal has no fp64, and fp32 sums over a vocabulary are off by more than the tail's probabilities.
+    place = torch.device("cpu") if logits.device.type == "mps" else logits.device
+    cumulative = probabilities.to(place, torch.float64).cumsum(-1)
+    points = torch.from_numpy(uniforms).to(place)[:, None] * cumulative[:, -1:]
     # right=True: a point on a boundary belongs to the token above it, so no token of probability 0 is drawn
     tokens = torch.searchsorted(cumulative, points, right=True).squeeze(1).clamp(max=logits.shape[-1] - 1)
+    tokens = tokens.to(logits.device)
     return tokens, logprobs.gather(1, tokens[:, None]).squeeze(1), entropies

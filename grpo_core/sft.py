@@ -6,6 +6,7 @@ Examples are generated from the environment's ``train`` split (stream ``sft``), 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from collections.abc import Sequence
@@ -16,20 +17,20 @@ import numpy as np
 import torch
 
 from grpo_core.chat import Chat, Messages
-from grpo_core.checkpoints import CheckpointStore, policy_folder, read_text
+from grpo_core.checkpoints import CheckpointStore
 from grpo_core.config import SFTConfig
 from grpo_core.environments.base import Problem, Split
 from grpo_core.environments.registry import make_environment
 from grpo_core.errors import ConfigError
-from grpo_core.evaluation import score_problems, summary
+from grpo_core.evaluation import validate
+from grpo_core.files import read_text
 from grpo_core.logprobs import token_logprobs
-from grpo_core.models import BaseModel, load_base_model
+from grpo_core.models import load_base_model
 from grpo_core.packing import pack_groups
 from grpo_core.policies.adapters import AdapterBatch, applied
-from grpo_core.policies.peft_lora import PeftLoraPolicy, start_policy
+from grpo_core.policies.peft_lora import PeftLoraPolicy, input_digests, start_policy
 from grpo_core.progress import Monitor, raise_if_stopping
 from grpo_core.results import TrainingResult
-from grpo_core.sampling import SamplingSettings
 from grpo_core.training import StepResult, TrainingRun, stored_result
 
 MICRO_BATCH = 8
@@ -56,35 +57,43 @@ def train_sft(config: SFTConfig, monitor: Monitor) -> TrainingResult:
     config = config.resolved()
     assert config.checkpoint_dir is not None
     store = CheckpointStore(config.checkpoint_dir)
-    if finished := stored_result(store, config):
+    inputs = input_digests(store, config, config.init_adapter_dir)
+    if config.dataset is not None:
+        inputs["dataset"] = hashlib.sha256(read_text(config.dataset).encode()).hexdigest()
+    if finished := stored_result(store, config, inputs):
         return finished
     base = load_base_model(config.family, config.model_dir, config.device, config.dtype)
-    policy = _start(config, base)
+    init, field = config.init_adapter_dir, "init_adapter_dir"
+    policy = start_policy(base, store, init, field, config.lora_rank, config.lora_alpha, config.seed)
     trained, held_out = _examples(config, policy)
+    cohort = _cohort(config, trained, held_out)
     run = TrainingRun(
-        "sft", config, policy, store, monitor, items=len(trained) * config.epochs, per_step=config.examples_per_step
+        "sft",
+        config,
+        policy,
+        store,
+        monitor,
+        items=len(trained) * config.epochs,
+        per_step=config.examples_per_step,
+        inputs=inputs,
+        micro_batch=MICRO_BATCH,
+        log_every=config.log_every,
     )
+    run.begin()
 
     def step(number: int, items: range) -> StepResult:
         started = time.monotonic()
-        batch = [trained[_order(len(trained), i, config.seed)] for i in items]
+        batch = [trained[_order(len(trained), item, config.seed)] for item in items]
         leaves = policy.leaf_adapters([])
         loss = _backward(policy, leaves, batch, monitor) + _l1_backward(leaves, config.l1_coef)
         policy.backward(leaves)
-        update = run.update(number)
-        tokens = sum(len(example.prompt) + len(example.completion) for example in batch)
-        metrics = {"loss": loss, **update, "time/train": time.monotonic() - started}
-        return StepResult(metrics, tokens)
+        metrics = {"loss": loss, **run.update(number), "time/train": time.monotonic() - started}
+        return StepResult(metrics, sum(len(example.prompt) + len(example.completion) for example in batch))
 
-    return run.execute(step, finish=lambda: _evaluate(config, policy, trained, held_out, monitor))
+    def validated() -> dict[str, float]:
+        return _validate(config, policy, cohort, monitor)
 
-
-def _start(config: SFTConfig, base: BaseModel) -> PeftLoraPolicy:
-    adapter = (config.lora_rank, config.lora_alpha, config.seed, "init_adapter_dir")
-    if config.init_adapter_dir is None:
-        return start_policy(base, None, *adapter)
-    with policy_folder(config.init_adapter_dir) as folder:
-        return start_policy(base, folder, *adapter)
+    return run.execute(step, validated if cohort else None)
 
 
 def _order(count: int, item: int, seed: int) -> int:
@@ -152,7 +161,9 @@ def _dataset(config: SFTConfig, chat: Chat) -> tuple[list[Example], list[Example
         completion = chat.completion_ids(answer)
         examples.append(Example(chat.prompt_ids(messages, len(completion)), completion, None))
     order = np.random.Generator(np.random.Philox(key=[config.split_seed, 0])).permutation(len(examples))
-    cut = max(1, round(config.split_ratio * len(examples)))
+    # A ratio below 1 holds something out, and something is always trained on, however few examples there are.
+    most = len(examples) if config.split_ratio == 1 else len(examples) - 1
+    cut = max(1, min(most, round(config.split_ratio * len(examples))))
     shuffled = [examples[i] for i in order]
     return shuffled[:cut], shuffled[cut:]
 
@@ -171,32 +182,31 @@ def _row(line: str, where: str) -> tuple[Messages, str]:
     return messages, completion
 
 
-def _evaluate(
-    config: SFTConfig, policy: PeftLoraPolicy, trained: list[Example], held_out: list[Example], monitor: Monitor
-) -> dict[str, float]:
-    """Loss, and reward where the environment knows it, on the chosen cohort after training."""
-    cohort = {"held_out": held_out, "train": trained, "all": [*held_out, *trained]}[config.eval_cohort]
-    cohort = cohort[: config.eval_examples]
+def _cohort(config: SFTConfig, trained: Sequence[Example], held_out: Sequence[Example]) -> list[Example]:
+    """The examples evaluated after training: `eval_examples` of the chosen cohort, drawn by address.
+
+    Raises:
+        ConfigError: the cohort is empty, so that nothing could be evaluated.
+    """
+    if config.eval_examples == 0:
+        return []
+    cohort = {"held_out": [*held_out], "train": [*trained], "all": [*held_out, *trained]}[config.eval_cohort]
     if not cohort:
-        return {}
+        hint = "lower split_ratio, evaluate the cohort 'train', or set eval_examples to 0"
+        raise ConfigError(f"no example is in the cohort {config.eval_cohort!r}", field="eval_cohort", hint=hint)
+    order = np.random.Generator(np.random.Philox(key=[config.split_seed, 1])).permutation(len(cohort))
+    return [cohort[place] for place in order[: config.eval_examples]]
+
+
+def _validate(
+    config: SFTConfig, policy: PeftLoraPolicy, cohort: Sequence[Example], monitor: Monitor
+) -> dict[str, float]:
+    """Loss, and reward where the environment knows it."""
     metrics = {"eval/loss": _mean_loss(policy, cohort)}
     problems = [example.problem for example in cohort if example.problem is not None]
     if problems:
         environment = make_environment(config.environment, config.environment_options)
-        settings = SamplingSettings(environment.max_new_tokens, 0.0, Chat(policy.base).stop_ids)
-        threshold = environment.pass_threshold
-        items = score_problems(
-            policy,
-            environment,
-            problems,
-            settings,
-            pass_threshold=threshold,
-            seed=config.seed,
-            samples=1,
-            monitor=monitor,
-        )
-        figures = summary(items)
-        metrics |= {"eval/reward": figures["mean_reward"], "eval/pass_rate": figures["pass_rate"]}
+        metrics |= validate(policy, environment, problems, environment.max_new_tokens, monitor)
     return metrics
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from grpo_core.checkpoints import read_text
 from grpo_core.errors import ConfigError, NotFoundError
+from grpo_core.files import read_text
 from grpo_core.results import EvaluationResult
 from tasks.places import inside, locate
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import RenderableType
 from rich.table import Table
 
-from tasks.places import read_json
+from grpo_core.files import read_json
 
 if TYPE_CHECKING:
     from grpo_core.results import EvaluationResult, LiftResult

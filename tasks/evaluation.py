@@ -8,11 +8,9 @@ from prefect import task
 
 from grpo_core.config import EvalConfig
 from grpo_core.progress import StopNow
-from tasks.monitoring import JobRef, observed_stage
+from tasks.monitoring import JobRef, Named, observed_stage
 from tasks.places import inside
 from tasks.settings import STAGE
-
-FILE = "evaluation.json"
 
 
 @task(name="evaluate", **STAGE)
@@ -20,7 +18,7 @@ def evaluate(name: str, config: dict[str, Any], output_dir: str, job: JobRef) ->
     """Evaluate one policy.
 
     Args:
-        name: which policy of the job this is: ``policy``, or ``base`` and ``warm_start`` in a pipeline.
+        name: which policy of the job this is, such as ``base`` or ``warm_start``; watchers see ``eval-<name>``.
 
     Returns:
         The evaluation document without its items, and the `url` of the whole one; or, when a stop was
@@ -29,17 +27,20 @@ def evaluate(name: str, config: dict[str, Any], output_dir: str, job: JobRef) ->
     from grpo_core import evaluation  # torch
 
     parsed = EvalConfig.parse(config)
-    with observed_stage(f"eval-{name}", parsed, job) as stage:
+    stage_name = f"eval-{name}"
+    with observed_stage(stage_name, parsed, job) as stage:
         try:
-            result = evaluation.evaluate(parsed, output_dir, stage.monitor)
+            result = evaluation.evaluate(parsed, output_dir, Named(stage_name, stage.monitor), job_id=job["id"])
         except StopNow as stop:
             stage.cancelled()
             return {"status": "cancelled", "stop_reason": stop.reason.value}
-        document = result.model_copy(update={"job_id": job["id"]}).document()
+        document = result.document()
         numbers = {key: document[key] for key in ("mean_reward", "std_reward", "pass_rate", "truncated", "failed")}
         parts = {f"rewards/{part}": value for part, value in result.parts.items()}
         stage.record(
-            metrics={**numbers, **parts}, tags={"settings_hash": result.settings_hash}, documents={FILE: document}
+            metrics={**numbers, **parts},
+            tags={"settings_hash": result.settings_hash},
+            documents={evaluation.RESULT: document},
         )
         del document["per_task"]
-        return {"status": "completed", **document, "url": inside(output_dir, FILE)}
+        return {"status": "completed", **document, "url": inside(output_dir, evaluation.RESULT)}

@@ -7,10 +7,9 @@ from typing import Any
 from prefect import task
 from prefect.artifacts import create_link_artifact, create_markdown_artifact
 
-from grpo_core.checkpoints import read_text
+from grpo_core.files import read_json, read_text
 from grpo_core.results import EvaluationResult
 from tasks import tracking
-from tasks.places import read_json
 from tasks.settings import STAGE
 
 

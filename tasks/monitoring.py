@@ -11,13 +11,14 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any, TypedDict
 
 from prefect import get_run_logger
 from prefect.exceptions import MissingContextError
 
 from grpo_core.config import CommonConfig
-from grpo_core.progress import Event, Monitor, Monitors, StepEvent, StopReason
+from grpo_core.progress import Event, Monitor, Monitors, Notice, StepEvent, StopReason
 from tasks import tracking
 
 logger = logging.getLogger(__name__)
@@ -41,6 +42,11 @@ def watching(*monitors: Monitor) -> Iterator[None]:
         yield
     finally:
         _watchers.reset(token)
+
+
+def announce(message: str) -> None:
+    """Warn everything that watches, and the run's log, from outside a stage."""
+    Monitors(*map(Guarded, (*_watchers.get(), RunLog()))).emit(Notice("warning", message))
 
 
 class StopFlag:
@@ -79,6 +85,20 @@ class Guarded:
         return self._monitor.stop_requested()
 
 
+class Named:
+    """A monitor that hears the steps of a stage under the name that it has in its job."""
+
+    def __init__(self, name: str, monitor: Monitor):
+        self._name = name
+        self._monitor = monitor
+
+    def emit(self, event: Event) -> None:
+        self._monitor.emit(replace(event, stage=self._name) if isinstance(event, StepEvent) else event)
+
+    def stop_requested(self) -> StopReason | None:
+        return self._monitor.stop_requested()
+
+
 class RunLog:
     """Writes notices and steps to the log of the Prefect run."""
 
@@ -90,7 +110,7 @@ class RunLog:
 
     def emit(self, event: Event) -> None:
         if isinstance(event, StepEvent):
-            shown = {name: event.metrics[name] for name in ("loss", "reward", "kl") if name in event.metrics}
+            shown = {name: event.metrics[name] for name in ("loss", "reward", "kl", "eval/reward") if name in event.metrics}
             values = "".join(f" {name} {value:.4g}" for name, value in shown.items())
             self._log.info("%s %d/%d%s", event.stage, event.step, event.total, values)
         else:
@@ -108,9 +128,11 @@ class ObservedStage:
         self.run = run
         self._status = "FINISHED"
 
-    def record(self, metrics: Mapping[str, float], tags: Mapping[str, str], documents: Mapping[str, Any]) -> None:
-        """Put the stage's result beside its metrics."""
-        self.run.record(metrics=metrics, tags=tags, documents=documents)
+    def record(
+        self, *, metrics: Mapping[str, float], tags: Mapping[str, str], documents: Mapping[str, Any], step: int = 0
+    ) -> None:
+        """Put the stage's result beside its metrics; `step` is its last one."""
+        self.run.record(metrics=metrics, step=step, tags=tags, documents=documents)
 
     def cancelled(self) -> None:
         """The stage stopped before its end, as asked."""

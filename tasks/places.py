@@ -1,18 +1,14 @@
-"""Where a job's files live: the artifact root under the lab's home, and the small documents in a run folder.
+"""Where a job's files live: the artifact root under the lab's home, and what a name of a place means.
 
 No Prefect, no MLflow and no torch here: the doors read this before anything heavy is loaded.
 """
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import fsspec
-
-from grpo_core.checkpoints import read_text
 from grpo_core.config import Config
 from grpo_core.home import lab_home
 
@@ -20,8 +16,9 @@ from grpo_core.home import lab_home
 CONFIG = "job/config.json"
 RESULT = "job/result.json"
 
-# Fields that name a place where runs keep their files.
-PLACES = ("checkpoint_dir", "init_checkpoint_dir", "init_adapter_dir")
+# Fields that name a place where runs keep their files, and those that name a user's own.
+RUN_PLACES = ("checkpoint_dir", "init_checkpoint_dir", "init_adapter_dir")
+OWN_PLACES = ("dataset", "model_dir")
 
 C = TypeVar("C", bound=Config)
 
@@ -37,42 +34,31 @@ def run_folder(job_id: str) -> str:
 
 
 def locate(place: str) -> str:
-    """The absolute path or URL behind what a user wrote.
+    """The absolute path or URL behind the name of a place where runs keep their files.
 
     A job id or a relative path lies under the artifact root; ``./`` and ``../`` start at the current
     directory, as in a shell; absolute paths, ``~`` and URLs mean themselves.
     """
     if "://" in place:
         return place
-    path = Path(place).expanduser()
-    if not path.is_absolute() and place.split("/")[0] not in (".", ".."):
-        path = artifact_root() / path
-    return os.path.abspath(path)
+    if not Path(place).expanduser().is_absolute() and place.split("/")[0] not in (".", ".."):
+        return os.path.abspath(artifact_root() / place)
+    return absolute(place)
+
+
+def absolute(place: str) -> str:
+    """The absolute path or URL behind the name of a user's own file; a relative path starts at the current directory."""
+    return place if "://" in place else os.path.abspath(Path(place).expanduser())
 
 
 def located(config: C) -> C:
     """The config with every place that it names made absolute, so that it means the same in any process."""
-    named = {name: value for name in PLACES if (value := getattr(config, name, None)) is not None}
-    sections = {name: located(value) for name, value in config if isinstance(value, Config)}
-    return config.model_copy(update={**{name: locate(value) for name, value in named.items()}, **sections})
+    update: dict[str, object] = {name: located(value) for name, value in config if isinstance(value, Config)}
+    for names, meaning in ((RUN_PLACES, locate), (OWN_PLACES, absolute)):
+        update |= {name: meaning(value) for name in names if (value := getattr(config, name, None)) is not None}
+    return config.model_copy(update=update)
 
 
 def inside(folder: str, *names: str) -> str:
     """A path or URL below `folder`."""
     return "/".join((folder.rstrip("/"), *names))
-
-
-def write_json(url: str, document: dict[str, Any]) -> None:
-    """Write one JSON document, making its folder."""
-    filesystem, path = fsspec.core.url_to_fs(url)
-    filesystem.makedirs(path.rsplit("/", 1)[0], exist_ok=True)
-    filesystem.pipe_file(path, json.dumps(document, indent=2, ensure_ascii=False).encode())
-
-
-def read_json(url: str) -> dict[str, Any]:
-    """The JSON document at `url`.
-
-    Raises:
-        NotFoundError: there is no such file.
-    """
-    return json.loads(read_text(url))

@@ -14,7 +14,7 @@ import re
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -34,7 +34,8 @@ COMPLETIONS = "completions.jsonl"
 _METRICS_PER_BATCH = 1000
 _PARAMS_PER_BATCH = 100
 _PARAM_LENGTH = 6000
-_KEPT_METRICS = 100_000
+# What may wait in memory for a store that does not answer: points, and completions.
+_KEPT = 100_000
 
 T = TypeVar("T")
 
@@ -64,7 +65,7 @@ def open_run(
         if found := client.search_runs([experiment], query):
             run_id = found[0].info.run_id
             client.update_run(run_id, status="RUNNING")
-            return TrackedRun(client, run_id, name, flush_every_s, last_step=_last_step(client, run_id))
+            return TrackedRun(client, run_id, name, flush_every_s, last_steps=_last_steps(client, run_id))
         nesting = {"mlflow.parentRunId": parent} if parent else {}
         all_tags = {**tags, **nesting, "job_id": job_id, "stage": name}
         run = client.create_run(experiment, run_name=f"{job_id}/{name}" if parent else job_id, tags=all_tags)
@@ -83,14 +84,20 @@ class TrackedRun:
     """
 
     def __init__(
-        self, client: MlflowClient | None, run_id: str | None, stage: str, flush_every_s: float, last_step: int = 0
+        self,
+        client: MlflowClient | None,
+        run_id: str | None,
+        stage: str,
+        flush_every_s: float,
+        last_steps: Mapping[str, int] | None = None,
     ):
         self.id = run_id
         self._client = client
         self._stage = stage
-        self._last_step = last_step
+        self._last_steps = dict(last_steps or {})
         self._metrics: list[tuple[str, float, int, int]] = []
-        self._completions: list[str] = []
+        self._completions: list[tuple[int, str]] = []
+        self._dropped = 0
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._warned = False
@@ -99,21 +106,18 @@ class TrackedRun:
             self._thread.start()
 
     def emit(self, event: Event) -> None:
-        """Keep a step's metrics for the next flush. A step that an earlier try logged is not logged again."""
-        if self.id is None or not isinstance(event, StepEvent):
-            return
-        own = event.stage == self._stage.split("-")[0]
-        if own and event.step <= self._last_step:
+        """Keep a step's metrics for the next flush; the progress of an evaluation within training is not kept.
+
+        A point is logged once: the same step of the same metric may come again from a stage that resumed.
+        """
+        if self.id is None or not isinstance(event, StepEvent) or event.stage != self._stage:
             return
         now_ms = int(time.time() * 1000)
-        prefix = "" if own else f"{event.stage}/"
+        points = [(key, value, now_ms, event.step) for key, value in self._new(event.metrics, event.step).items()]
+        rows = [(event.step, json.dumps({"step": event.step, **row}, ensure_ascii=False)) for row in event.completions]
         with self._lock:
-            self._metrics += [
-                (sanitised(prefix + key), float(value), now_ms, event.step) for key, value in event.metrics.items()
-            ]
-            self._completions += [
-                json.dumps({"step": event.step, **row}, ensure_ascii=False) for row in event.completions
-            ]
+            self._keep(self._metrics, points)
+            self._keep(self._completions, rows)
 
     def stop_requested(self) -> StopReason | None:
         return None
@@ -121,12 +125,18 @@ class TrackedRun:
     def record(
         self,
         *,
-        metrics: Mapping[str, float] | None = None,
-        tags: Mapping[str, str] | None = None,
-        documents: Mapping[str, Any] | None = None,
+        metrics: Mapping[str, float],
+        tags: Mapping[str, str],
+        documents: Mapping[str, Any],
+        step: int = 0,
     ) -> None:
-        """Write final values: metrics without steps, tags, and artifacts by file name (a str is text, else JSON)."""
-        self._attempt(lambda client, run_id: _record(client, run_id, metrics or {}, tags or {}, documents or {}))
+        """Write final values: metrics not logged yet, tags, and artifacts by file name (a str is text, else JSON).
+
+        Args:
+            step: the step that the metrics are of; 0 where there are no steps.
+        """
+        new = self._new(metrics, step)
+        self._attempt(lambda client, run_id: _record(client, run_id, new, step, tags, documents))
 
     def close(self, status: str) -> None:
         """Send what waits and end the run with FINISHED, FAILED or KILLED."""
@@ -136,6 +146,20 @@ class TrackedRun:
         self._attempt(self._send_metrics)
         self._attempt(self._send_completions)
         self._attempt(lambda client, run_id: client.set_terminated(run_id, status))
+        if self._dropped:
+            logger.warning("%d points and completions of %s were never sent to MLflow", self._dropped, self._stage)
+
+    def _new(self, metrics: Mapping[str, float], step: int) -> dict[str, float]:
+        """Those metrics, under the store's names, whose latest point is before `step`; from now on it is at `step`."""
+        named = {sanitised(key): float(value) for key, value in metrics.items()}
+        new = {key: value for key, value in named.items() if self._last_steps.get(key, -1) < step}
+        self._last_steps |= dict.fromkeys(new, step)
+        return new
+
+    def _keep(self, waiting: list[T], more: Sequence[T]) -> None:
+        fitting = more[: max(0, _KEPT - len(waiting))]
+        waiting += fitting
+        self._dropped += len(more) - len(fitting)
 
     def _flush_until_closed(self, every_s: float) -> None:
         while not self._closing.wait(every_s):
@@ -161,29 +185,15 @@ class TrackedRun:
             client.log_batch(run_id, metrics=[Metric(*metric) for metric in batch])
             with self._lock:
                 del self._metrics[: len(batch)]
-                del self._metrics[:-_KEPT_METRICS]
 
     def _send_completions(self, client: MlflowClient, run_id: str) -> None:
         if not self._completions:
             return
-        with tempfile.TemporaryDirectory() as folder:
-            earlier = [item.path for item in client.list_artifacts(run_id)]
-            lines = (
-                Path(client.download_artifacts(run_id, COMPLETIONS, folder)).read_text()
-                if COMPLETIONS in earlier
-                else ""
-            )
-        client.log_text(run_id, lines + "\n".join(self._completions) + "\n", COMPLETIONS)
+        lines = _earlier_completions(client, run_id)
+        last = json.loads(lines[-1])["step"] if lines else -1
+        lines += [row for step, row in self._completions if step > last]
+        client.log_text(run_id, "\n".join(lines) + "\n", COMPLETIONS)
         self._completions.clear()
-
-
-def run_link(run: TrackedRun) -> str | None:
-    """Address of a run's page, where the store is a server."""
-    uri = tracking_uri()
-    if run.id is None or not uri.startswith("http"):
-        return None
-    experiment = _client().get_run(run.id).info.experiment_id
-    return f"{uri.rstrip('/')}/#/experiments/{experiment}/runs/{run.id}"
 
 
 def flattened(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -232,9 +242,16 @@ def _experiment(client: MlflowClient) -> str:
         raise
 
 
-def _last_step(client: MlflowClient, run_id: str) -> int:
-    names = [name for name in client.get_run(run_id).data.metrics if not name.startswith("eval/")]
-    return max((point.step for name in names for point in client.get_metric_history(run_id, name)), default=0)
+def _last_steps(client: MlflowClient, run_id: str) -> dict[str, int]:
+    names = client.get_run(run_id).data.metrics
+    return {name: max(point.step for point in client.get_metric_history(run_id, name)) for name in names}
+
+
+def _earlier_completions(client: MlflowClient, run_id: str) -> list[str]:
+    if COMPLETIONS not in [item.path for item in client.list_artifacts(run_id)]:
+        return []
+    with tempfile.TemporaryDirectory() as folder:
+        return Path(client.download_artifacts(run_id, COMPLETIONS, folder)).read_text().splitlines()
 
 
 def _log_params(client: MlflowClient, run_id: str, values: Mapping[str, Any]) -> None:
@@ -249,6 +266,7 @@ def _record(
     client: MlflowClient,
     run_id: str,
     metrics: Mapping[str, float],
+    step: int,
     tags: Mapping[str, str],
     documents: Mapping[str, Any],
 ) -> None:
@@ -257,7 +275,7 @@ def _record(
     now_ms = int(time.time() * 1000)
     client.log_batch(
         run_id,
-        metrics=[Metric(sanitised(key), float(value), now_ms, 0) for key, value in metrics.items()],
+        metrics=[Metric(key, value, now_ms, step) for key, value in metrics.items()],
         tags=[RunTag(key, value) for key, value in tags.items()],
     )
     for name, document in documents.items():

@@ -37,7 +37,8 @@ def _finish(stage: ObservedStage, result: TrainingResult, job: JobRef) -> dict[s
     if result.status == "cancelled":
         stage.cancelled()
     stage.record(
-        metrics={},
+        step=result.steps,
+        metrics=result.metrics,
         tags={"digest": result.digest, "checkpoint_dir": result.checkpoint_dir},
         documents={"result.json": document},
     )

@@ -18,7 +18,7 @@ def save(store: CheckpointStore, step: int, staging: Path, content: str = "weigh
     staging.mkdir(exist_ok=True)
     (staging / "adapter_config.json").write_text(content)
     files = {"adapter_config.json": file_digest(staging / "adapter_config.json")}
-    manifest = Manifest(step, "rl", False, {"lr": 0.1}, {"dtype": "float32"}, "digest", files, parent=None)
+    manifest = Manifest(step, "rl", False, {"lr": 0.1}, {"dtype": "float32"}, "digest", files, parent=None, inputs={})
     store.save(staging, manifest)
     return manifest
 
@@ -96,5 +96,5 @@ def test_policy_folder_takes_the_newest_checkpoint_one_checkpoint_or_a_plain_fol
 
 def test_marking_partial_keeps_everything_else(store: CheckpointStore, tmp_path: Path) -> None:
     manifest = save(store, 1, tmp_path / "staging")
-    store.mark_partial(1)
+    store.mark(1, partial=True)
     assert store.latest() == Manifest(**{**manifest.__dict__, "partial": True})

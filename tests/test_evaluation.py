@@ -10,6 +10,7 @@ from grpo_core.environments import registry
 from grpo_core.environments.base import Score
 from grpo_core.errors import ConfigError, NotFoundError
 from grpo_core.evaluation import evaluate, read_evaluation, summary
+from grpo_core.lift import wilson_interval
 from grpo_core.progress import Silent, StopNow, StopReason
 from grpo_core.results import ItemResult
 
@@ -38,6 +39,26 @@ def test_failed_items_count_as_zero_and_are_shown() -> None:
     figures = summary([item(1.0)] * 5 + [item(0.0, "RuntimeError: down")] * 5)
     assert (figures["mean_reward"], figures["pass_rate"], figures["failed"]) == (0.5, 0.5, 5)
     assert figures["parts"] == {"contains": 0.5}
+
+
+def test_interval_counts_problems_and_not_their_samples() -> None:
+    # 4 samples each of 10 problems, half of them right: Wilson for 5 of 10, not for 20 of 40
+    items = [item(float(n % 2)).model_copy(update={"id": str(n % 10)}) for n in range(40)]
+    assert summary(items)["pass_rate_ci95"] == wilson_interval(5, 10) != wilson_interval(20, 40)
+
+
+def test_repeated_problems_are_refused_before_any_weight_is_read(
+    request_: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = EvalConfig.parse(request_)
+    environment = registry.environment_class("letters")
+    problem = environment.problem
+    monkeypatch.setattr(
+        environment, "problem", lambda self, seed, split, i, stream="": problem(self, seed, split, i % 7)
+    )
+    with pytest.raises(ConfigError, match="only 7 distinct problems at 20 places") as refused:
+        evaluate(config, str(tmp_path), Silent())
+    assert refused.value.field == "num_tasks"
 
 
 def test_result_is_the_mean_of_its_items_in_problem_order(request_: dict[str, Any], tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """SFT and GRPO for real, on tiny random models: what a run does, and what it does when it is stopped or repeated."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from grpo_core.errors import CheckpointConflict, ConfigError, TrainingFailed
 from grpo_core.evaluation import evaluate
 from grpo_core.grpo import train_grpo
 from grpo_core.policies.adapters import AdaptedLinear
-from grpo_core.policies.peft_lora import PeftLoraPolicy
+from grpo_core.policies.peft_lora import PeftLoraPolicy, read_adapter_tensors
 from grpo_core.progress import Event, Silent, StepEvent, StopReason
 from grpo_core.results import TrainingResult
 from grpo_core.sft import train_sft
@@ -114,36 +115,56 @@ def test_kl_of_a_warm_start_begins_at_its_reference(
     assert all(value > 0 for value in kl[1:])
 
 
-@pytest.mark.parametrize("asks", [None, 2], ids=["between steps", "inside a step"])
 @pytest.mark.parametrize("job", ["sft", "grpo"])
 def test_stopped_run_continues_bit_for_bit(
-    job: str, asks: int | None, sft: Callable[..., SFTConfig], grpo: Callable[..., GRPOConfig], tmp_path: Path
+    job: str, sft: Callable[..., SFTConfig], grpo: Callable[..., GRPOConfig], tmp_path: Path
 ) -> None:
     config, train = {"sft": (sft, train_sft), "grpo": (grpo, train_grpo)}[job]
     extra: dict[str, Any] = {"warmup_steps": 3, "checkpoint_every": 2}
     extra |= {"kl_beta": 0.1, "updates_per_rollout": 2} if job == "grpo" else {"epochs": 2}
-    whole, parts = str(tmp_path / "whole"), str(tmp_path / "parts")
-    straight = Recorder()
-    expected = train(config(checkpoint_dir=whole, **extra), straight)
+    straight, first, second = Recorder(), Recorder(stop_after=3), Recorder()
+    expected = train(config(checkpoint_dir=str(tmp_path / "whole"), **extra), straight)
 
-    first = Recorder(stop_after=3)
-    if asks is not None:  # the stop comes while the fourth step is under way
-        ready = first.stop_requested
-        first.stop_requested = lambda: None if len(first.steps) < 3 or not _second_ask(first) else ready()  # type: ignore[method-assign]
-    stopped = train(config(checkpoint_dir=parts, **extra), first)
+    stopped = train(config(checkpoint_dir=str(tmp_path / "parts"), **extra), first)
     assert (stopped.status, stopped.stop_reason, stopped.partial, stopped.steps) == ("cancelled", "cancelled", True, 3)
     assert stopped.digest not in (expected.digest, expected.initial_digest)
+    latest = CheckpointStore(stopped.checkpoint_dir).latest()
+    assert latest is not None and (latest.step, latest.partial) == (3, True)
 
-    second = Recorder()
-    finished = train(config(checkpoint_dir=parts, **extra), second)
+    finished = train(config(checkpoint_dir=str(tmp_path / "parts"), **extra), second)
     assert (finished.status, finished.digest) == ("completed", expected.digest)
     for name in ("loss", "grad_norm", "lr", "num_tokens"):
         assert first.series(name) + second.series(name) == straight.series(name)
 
 
-def _second_ask(recorder: Recorder) -> bool:
-    recorder.asked += 1
-    return recorder.asked > 1
+@pytest.mark.parametrize("job", ["sft", "grpo"])
+def test_stop_at_any_moment_loses_and_repeats_nothing(
+    job: str, sft: Callable[..., SFTConfig], grpo: Callable[..., GRPOConfig], tmp_path: Path
+) -> None:
+    # A stop can be seen between tokens, micro-batches, steps and in the middle of a validation: each
+    # question of the loop (of GRPO's every third) is answered with a stop, once.
+    config, train = {"sft": (sft, train_sft), "grpo": (grpo, train_grpo)}[job]
+    extra: dict[str, Any] = {"checkpoint_every": 2}
+    if job == "grpo":
+        extra |= {"prompts": 6, "kl_beta": 0.1, "updates_per_rollout": 2, "eval_every": 1, "eval_prompts": 2}
+        extra |= {"micro_batch_tokens": 1, "max_new_tokens": 3}
+    whole = Recorder()
+    expected = train(config(checkpoint_dir=str(tmp_path / "whole"), **extra), whole)
+    counter = Recorder(stop_at_ask=10**9)
+    train(config(checkpoint_dir=str(tmp_path / "count"), **extra), counter)
+    assert counter.asked > (5 if job == "sft" else 30)
+    stopped_at = set()
+    for ask in range(1, counter.asked + 1, 1 if job == "sft" else 3):
+        folder = str(tmp_path / str(ask))
+        stopped = train(config(checkpoint_dir=folder, **extra), Recorder(stop_at_ask=ask))
+        assert stopped.status == "cancelled"
+        stopped_at.add(stopped.steps)
+        finished = train(config(checkpoint_dir=folder, **extra), Silent())
+        assert (finished.status, finished.partial, finished.digest) == ("completed", False, expected.digest)
+        assert finished.metrics["loss"] == expected.metrics["loss"]
+        latest = CheckpointStore(folder).latest()
+        assert latest is not None and not latest.partial
+    assert stopped_at >= {0, 1, 2}
 
 
 def test_stop_before_the_first_step_keeps_the_initial_policy(grpo: Callable[..., GRPOConfig]) -> None:
@@ -167,6 +188,78 @@ def test_another_configuration_in_the_same_folder_is_refused_by_name(grpo: Calla
         train_grpo(grpo(prompts=8), Silent())
     compute = {"max_duration_hours": 2}
     assert train_grpo(grpo(checkpoint_every=3, compute=compute), Silent()).status == "completed"
+
+
+def test_changed_warm_start_in_the_same_place_is_refused(
+    sft: Callable[..., SFTConfig], grpo: Callable[..., GRPOConfig], tmp_path: Path
+) -> None:
+    started = train_sft(sft(), Silent()).checkpoint_dir
+    first = train_grpo(grpo(init_checkpoint_dir=started), Silent())
+    train_sft(sft(examples=24), Silent())  # the same folder holds another adapter now
+    with pytest.raises(CheckpointConflict, match="initial adapter was"):
+        train_grpo(grpo(init_checkpoint_dir=started), Silent())
+    shutil.rmtree(started)  # gone altogether: the finished run does not need it
+    assert train_grpo(grpo(init_checkpoint_dir=started), Silent()) == first
+
+
+def test_unfinished_run_continues_without_its_initial_adapter(
+    sft: Callable[..., SFTConfig], grpo: Callable[..., GRPOConfig], tmp_path: Path
+) -> None:
+    started = train_sft(sft(), Silent()).checkpoint_dir
+    whole = train_grpo(grpo(init_checkpoint_dir=started, checkpoint_dir=str(tmp_path / "whole")), Silent())
+    train_grpo(grpo(init_checkpoint_dir=started), Recorder(stop_after=2))
+    shutil.rmtree(started)
+    assert train_grpo(grpo(init_checkpoint_dir=started), Silent()).digest == whole.digest
+
+
+def test_changed_dataset_in_the_same_place_is_refused(sft: Callable[..., SFTConfig], tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"prompt": "a", "completion": "b"}\n' * 4)
+    train_sft(sft(dataset=str(path)), Silent())
+    path.write_text('{"prompt": "a", "completion": "c"}\n' * 4)
+    with pytest.raises(CheckpointConflict, match="dataset was"):
+        train_sft(sft(dataset=str(path)), Silent())
+
+
+@pytest.mark.parametrize(("cohort", "splits"), [("held_out", {"validation"}), ("train", {"train"})])
+def test_cohort_decides_what_is_evaluated_after_sft(
+    sft: Callable[..., SFTConfig], monkeypatch: pytest.MonkeyPatch, cohort: str, splits: set[str]
+) -> None:
+    assert _validated_splits(sft(eval_cohort=cohort, eval_examples=6), monkeypatch) == splits
+
+
+def test_whole_cohort_is_drawn_from_both(sft: Callable[..., SFTConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+    config = sft(eval_cohort="all", eval_examples=12)
+    assert _validated_splits(config, monkeypatch) == {"train", "validation"}
+
+
+def _validated_splits(config: SFTConfig, monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    seen: set[str] = set()
+
+    def validate(policy: Any, environment: Any, problems: Any, *_: Any) -> dict[str, float]:
+        seen.update(problem.split for problem in problems)
+        return {}
+
+    monkeypatch.setattr("grpo_core.sft.validate", validate)
+    train_sft(config, Silent())
+    return seen
+
+
+def test_empty_cohort_is_refused_before_training(sft: Callable[..., SFTConfig], tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"prompt": "a", "completion": "b"}\n' * 4)
+    with pytest.raises(ConfigError, match="no example is in the cohort 'held_out'"):
+        train_sft(sft(dataset=str(path), split_ratio=1.0), Silent())
+
+
+def test_l1_shrinks_the_adapter(sft: Callable[..., SFTConfig], tmp_path: Path) -> None:
+    def size(coefficient: float) -> float:
+        folder = str(tmp_path / str(coefficient))
+        train_sft(sft(l1_coef=coefficient, epochs=5, checkpoint_dir=folder), Silent())
+        tensors = read_adapter_tensors(Path(folder))
+        return sum(float(tensor.abs().sum()) for tensor in tensors.values())
+
+    assert size(1000.0) < 0.5 * size(0.0)
 
 
 def test_more_prompts_extend_a_finished_run_without_a_gap(grpo: Callable[..., GRPOConfig], tmp_path: Path) -> None:
@@ -209,7 +302,9 @@ def test_run_without_signal_fails_early(grpo: Callable[..., GRPOConfig], monkeyp
     assert len(heard.steps) == 10  # not 30
     assert heard.series("frac_reward_zero_std") == [1.0] * 10
     assert heard.series("grad_norm") == [0.0] * 10
-    assert CheckpointStore(str(config.checkpoint_dir)).result() is None
+    store = CheckpointStore(str(config.checkpoint_dir))
+    assert store.result() is None
+    assert [(manifest.step, manifest.partial) for manifest in store.manifests()] == [(0, False), (10, True)]
 
 
 def test_too_small_a_learning_rate_is_no_success(
@@ -311,8 +406,8 @@ def test_masked_truncation_leaves_nothing_to_train_when_all_are_cut(grpo: Callab
 def test_evaluation_runs_before_at_and_after_its_steps(grpo: Callable[..., GRPOConfig]) -> None:
     heard = Recorder()
     result = train_grpo(grpo(eval_every=2, eval_prompts=3), heard)
-    assert [event.step for event in heard.steps if "eval/reward" in event.metrics] == [0, 2, 4]
-    assert "eval/reward" in result.metrics  # and at the end, after step 5
+    assert [event.step for event in heard.steps if "eval/reward" in event.metrics] == [0, 2, 4, 5]
+    assert "eval/reward" in result.metrics
 
 
 def test_group_without_signal_is_drawn_again(grpo: Callable[..., GRPOConfig], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,7 @@ class TrainablePolicy(Policy, Protocol):
         ...
 
     def backward(self, leaves: AdapterBatch) -> None:
-        """Carry the leaves' gradients into the policy's own parameters, once per step."""
+        """Add the gradients of one `leaf_adapters` batch to those of the policy's own parameters."""
         ...
 
     def trainable_parameters(self) -> Mapping[str, Tensor]:

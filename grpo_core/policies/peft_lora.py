@@ -18,30 +18,29 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from grpo_core.chat import Messages, document_and_question
+from grpo_core.checkpoints import CheckpointStore, policy_folder
+from grpo_core.config import CommonConfig
 from grpo_core.environments.base import Problem
-from grpo_core.errors import CheckpointError, ConfigError
-from grpo_core.models import BaseModel
+from grpo_core.errors import CheckpointError, ConfigError, NotFoundError
+from grpo_core.families import weights_fingerprint
+from grpo_core.models import BaseModel, weights_source
 from grpo_core.policies.adapters import NO_ADAPTER, AdapterBatch, wrap_linear_layers
+from grpo_core.policies.base import tensors_digest
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
 _PREFIX = "base_model.model."
 
-# Fields of a foreign adapter_config.json that change what the adapter computes, and the only values we compute.
-_COMPUTED = {
-    "bias": ("none",),
-    "use_dora": (False, None),
-    "use_rslora": (False, None),
-    "fan_in_fan_out": (False, None),
-    "modules_to_save": (None, []),
-    "rank_pattern": ({}, None),
-    "alpha_pattern": ({}, None),
-    "target_parameters": (None, []),
-    "layers_to_transform": (None, []),
-    "exclude_modules": (None, []),
-    "trainable_token_indices": (None, []),
-    "layer_replication": (None, []),
-}
+# What adapter_config.json may say without changing what a plain LoRA adapter computes. Any other field must be
+# at PEFT's default, so that an option that this project does not know is refused and not ignored.
+_HARMLESS = frozenset(
+    {
+        *("r", "lora_alpha", "target_modules", "peft_type", "task_type"),
+        *("base_model_name_or_path", "revision", "inference_mode", "auto_mapping", "peft_version"),
+        *("lora_dropout", "init_lora_weights", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
+        *("runtime_config", "megatron_config", "megatron_core", "qalora_group_size", "ensure_weight_tying"),
+    }
+)
 
 
 class PeftLoraPolicy:
@@ -181,9 +180,10 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     config = json.loads(path.read_text())
     if config.get("peft_type") != "LORA":
         raise CheckpointError(f"{path} is of type {config.get('peft_type')!r}, only LORA can be used")
-    for name, allowed in _COMPUTED.items():
-        if name in config and config[name] not in allowed:
-            raise CheckpointError(f"{path}: {name}={config[name]!r} is not supported", hint="use a plain LoRA adapter")
+    defaults = LoraConfig().to_dict()
+    for name, value in config.items():
+        if name not in _HARMLESS and (value or None) != (defaults.get(name) or None):
+            raise CheckpointError(f"{path}: {name}={value!r} is not supported", hint="use a plain LoRA adapter")
     targets = config.get("target_modules")
     if not isinstance(targets, list) or {"lm_head", "embed_tokens"} & set(targets):
         raise CheckpointError(
@@ -208,19 +208,52 @@ def read_adapter_tensors(folder: Path) -> dict[str, Tensor]:
     return {name: tensor.float() for name, tensor in load_file(path).items()}
 
 
+def input_digests(store: CheckpointStore, config: CommonConfig, init: str | None) -> dict[str, str]:
+    """Digests of the base weights and of the initial adapter, which the config only names.
+
+    A run that has begun needs its initial adapter no more: where that is gone, what was recorded stands.
+
+    Raises:
+        NotFoundError: the initial adapter is not there and the run has not begun.
+    """
+    digests = {"weights": weights_fingerprint(weights_source(config.family, config.model_dir))}
+    if init is not None:
+        try:
+            with policy_folder(init) as folder:
+                digests["initial adapter"] = tensors_digest(read_adapter_tensors(folder))
+        except NotFoundError:
+            if (begun := store.latest()) is None:
+                raise
+            digests["initial adapter"] = begun.inputs["initial adapter"]
+    return digests
+
+
 def start_policy(
-    base: BaseModel, init: Path | None, rank: int | None, alpha: int | None, seed: int, init_field: str
+    base: BaseModel,
+    store: CheckpointStore,
+    init: str | None,
+    init_field: str,
+    rank: int | None,
+    alpha: int | None,
+    seed: int,
 ) -> PeftLoraPolicy:
-    """The policy a training run starts from: an existing adapter, or a fresh one.
+    """The policy that a training run starts from: its own first checkpoint, an existing adapter, or a fresh one.
+
+    Args:
+        init: URL of the adapter to continue, named by the config's field `init_field`.
 
     Raises:
         ConfigError: `rank` or `alpha` differ from the existing adapter's.
     """
+    if store.latest() is not None:
+        with store.opened(0) as folder:
+            return PeftLoraPolicy.load(base, folder)
     if init is None:
         return PeftLoraPolicy.create(base, rank, alpha, seed)
-    config = read_adapter_config(init)
-    for field, wanted, stored in (("lora_rank", rank, config["r"]), ("lora_alpha", alpha, config["lora_alpha"])):
-        if wanted is not None and wanted != stored:
-            hint = f"leave it out to take the adapter's, or leave {init_field} out"
-            raise ConfigError(f"{wanted} differs from the initial adapter's {stored}", field=field, hint=hint)
-    return PeftLoraPolicy.load(base, init)
+    with policy_folder(init) as folder:
+        config = read_adapter_config(folder)
+        for field, wanted, stored in (("lora_rank", rank, config["r"]), ("lora_alpha", alpha, config["lora_alpha"])):
+            if wanted is not None and wanted != stored:
+                hint = f"leave it out to take the adapter's, or leave {init_field} out"
+                raise ConfigError(f"{wanted} differs from the initial adapter's {stored}", field=field, hint=hint)
+        return PeftLoraPolicy.load(base, folder)

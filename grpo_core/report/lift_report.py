@@ -11,18 +11,15 @@ import json
 import platform
 import re
 import unicodedata
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
-from fsspec.core import url_to_fs
-
+from grpo_core.files import write_json, write_text
 from grpo_core.results import EvaluationResult, Interval, LiftResult
 
 if TYPE_CHECKING:
-    from fsspec import AbstractFileSystem
     from rich.table import Table
 
 # Keys of `LiftReport.evaluations`, in the order of the columns.
@@ -125,12 +122,10 @@ def write_lift_report(
         ``{"json": url, "markdown": url}``.
     """
     report = LiftReport(evaluations, lift, rl_lift, context or {})
-    fs, folder = url_to_fs(output_dir)
-    fs.makedirs(folder, exist_ok=True)
-    document = json.dumps(report.to_dict(), indent=2, allow_nan=False) + "\n"
+    folder = output_dir.rstrip("/")
     return {
-        "json": _write_whole(fs, f"{folder}/lift.json", document),
-        "markdown": _write_whole(fs, f"{folder}/lift.md", report.to_markdown()),
+        "json": write_json(f"{folder}/lift.json", report.to_dict()),
+        "markdown": write_text(f"{folder}/lift.md", report.to_markdown()),
     }
 
 
@@ -362,11 +357,3 @@ def _interval(interval: Interval) -> str:
 
 def _p(value: float) -> str:
     return "p < 0.0001" if value < 1e-4 else f"p = {value:.4f}"
-
-
-def _write_whole(fs: AbstractFileSystem, path: str, text: str) -> str:
-    """Write under a name of its own, then move: a reader never sees half a file."""
-    unfinished = f"{path}.{uuid.uuid4().hex}.tmp"
-    fs.pipe_file(unfinished, text.encode())
-    fs.mv(unfinished, path)
-    return fs.unstrip_protocol(path)

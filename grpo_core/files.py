@@ -1,0 +1,58 @@
+"""Small documents at any fsspec URL: read them, and write them whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from typing import Any
+
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+
+from grpo_core.errors import NotFoundError
+
+
+def write_text(url: str, text: str) -> str:
+    """Write a file, making its folder; a reader sees the old file or the new one, never half of it.
+
+    Returns:
+        The file's full URL.
+    """
+    fs, path = url_to_fs(url)
+    fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+    if isinstance(fs, LocalFileSystem):
+        unfinished = f"{path}.{uuid.uuid4().hex}.tmp"
+        fs.pipe_file(unfinished, text.encode())
+        os.replace(unfinished, path)
+    else:  # object stores show an object only once it is whole
+        fs.pipe_file(path, text.encode())
+    return str(fs.unstrip_protocol(path))
+
+
+def write_json(url: str, document: dict[str, Any]) -> str:
+    """Write one JSON document as `write_text` does."""
+    return write_text(url, json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def read_text(url: str) -> str:
+    """The text of a file.
+
+    Raises:
+        NotFoundError: there is no such file.
+    """
+    fs, path = url_to_fs(url)
+    try:
+        return bytes(fs.cat_file(path)).decode()
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+        raise NotFoundError(f"there is no file {url!r}") from None
+
+
+def read_json(url: str) -> dict[str, Any]:
+    """The JSON document in a file.
+
+    Raises:
+        NotFoundError: there is no such file.
+        ValueError: it is not JSON.
+    """
+    return json.loads(read_text(url))
