@@ -1,8 +1,8 @@
 """A flow run as a job: its id and run folder, its stages, and how it stops.
 
-A stage is a task in a thread of its own. The flow's main thread waits for it and is the only one that
-signals reach; on Ctrl-C or a termination signal it asks the stage to stop, waits until the partial
-checkpoint is written, and the flow returns `Cancelled` instead of crashing.
+A stage is a task in a thread of its own, and the flow's main thread waits for it. When a stop is wanted, the
+stage saves a partial checkpoint, later stages do not start, and the flow returns `Cancelled` instead of crashing;
+how a signal becomes such a wish is in `stopping.py`.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ from prefect.states import Cancelled
 from prefect.task_runners import ThreadPoolTaskRunner
 from prefect.tasks import Task
 
+from flows.stopping import Interrupts
 from grpo_core.compute.preview import admit
 from grpo_core.config import EvalConfig, GRPOConfig, PipelineConfig, SFTConfig
 from grpo_core.errors import LabError
+from grpo_core.files import write_json
 from grpo_core.progress import Deadline, Monitor, StopReason
 from tasks.monitoring import JobRef, StopFlag, watching
-from tasks.places import CONFIG, RESULT, inside, located, run_folder, write_json
+from tasks.places import CONFIG, RESULT, inside, located, run_folder
 
 # Stages run one after the other; a second thread lets one start while another is still ending.
 FLOW: dict[str, Any] = {
@@ -68,6 +70,7 @@ class Job:
         self.folder = run_folder(self.id)
         self.ref: JobRef = {"id": self.id, "flow_run_id": str(flow_run.id), "mlflow_parent": None}
         self.stop = StopFlag()
+        self.interrupts = Interrupts(self.stop)
         self._started = time.monotonic()
 
     @property
@@ -76,37 +79,27 @@ class Job:
         return time.monotonic() - self._started
 
     def stage(self, task: Task[..., Document], **arguments: Any) -> Document:
-        """Run one stage and wait for its document.
+        """Run one stage and wait for its document. A stage that ended is kept, whatever was asked for meanwhile.
 
         Raises:
-            Stopped: the stage ended early.
+            Stopped: the stage ended early, or a stop was wanted before it began.
             Exception: whatever the stage raised, after its retries.
         """
-        future = task.submit(**arguments)
-        try:
-            document = future.result()
-        except INTERRUPTS:
-            # Weights may be half updated in the other thread: only the loop itself knows when to save.
-            self.stop.request(StopReason.CANCELLED)
-            document = future.result()
+        if reason := self.stop.stop_requested():
+            raise Stopped({"stop_reason": reason.value})
+        document = self.interrupts.wait(task.submit(**arguments))
         if document.get("status") == "cancelled":
             raise Stopped(document)
-        if self.stop.stop_requested():  # asked for in the stage's last moment: it is done, the next one must not start
-            raise Stopped(INTERRUPTED)
         return document
 
 
-INTERRUPTS = (KeyboardInterrupt, TerminationSignal)
-INTERRUPTED: Document = {"stop_reason": StopReason.CANCELLED.value}
-
-
 @contextmanager
-def interrupts_stop() -> Iterator[None]:
-    """Outside a stage, an interrupt stops the job at once: nothing is unsaved there."""
+def termination_stops() -> Iterator[None]:
+    """Outside a stage, a termination signal stops the job at once: nothing is unsaved there."""
     try:
         yield
-    except INTERRUPTS:
-        raise Stopped(INTERRUPTED) from None
+    except TerminationSignal:
+        raise Stopped({"stop_reason": StopReason.CANCELLED.value}) from None
 
 
 def run_job(prefix: str, config: C, stages: Callable[[Job, C], Document]) -> Document | State[Any]:
@@ -126,7 +119,7 @@ def run_job(prefix: str, config: C, stages: Callable[[Job, C], Document]) -> Doc
     write_json(inside(job.folder, CONFIG), resolved.model_dump(mode="json"))
     try:
         admit(resolved)
-        with watching(*_stoppers(job, resolved)), interrupts_stop():
+        with watching(*_stoppers(job, resolved)), job.interrupts, termination_stops():
             result = stages(job, resolved)
     except Stopped as stopped:
         result = {"job_id": job.id, **stopped.document, "status": "cancelled"}

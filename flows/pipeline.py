@@ -7,7 +7,7 @@ from typing import Any
 
 from prefect import flow
 
-from flows.jobs import FLOW, Document, Job, Stopped, interrupts_stop, run_job
+from flows.jobs import FLOW, Document, Job, Stopped, run_job, termination_stops
 from grpo_core.config import EvaluatedPolicy, PipelineConfig
 from grpo_core.results import PipelineResult
 from tasks import evaluation, lift_report, preview, tracking, training
@@ -33,15 +33,16 @@ def _tracked(job: Job, config: PipelineConfig) -> Document:
     done: Document = {"job_id": job.id, "status": "completed", "checkpoint_dir": folder, "mlflow_run_id": run.id}
     status = "FAILED"
     try:
-        with interrupts_stop():
+        with termination_stops():
             for outcome in _chain(job, config, folder):
                 done |= outcome
-        lift_report.record(run, done)
+            lift_report.record(run, done)
         status = "FINISHED"
     except Stopped as stopped:
         status = "KILLED"
-        training_stage = {kind: stopped.document for kind in [stopped.document.get("kind")] if kind}
-        done |= {"status": "cancelled", "stop_reason": stopped.document["stop_reason"], **training_stage}
+        done |= {"status": "cancelled", "stop_reason": stopped.document["stop_reason"]}
+        if "kind" in stopped.document:  # a training stage: its partial checkpoint can be resumed
+            done[stopped.document["kind"]] = stopped.document
     finally:
         run.close(status)
     return PipelineResult(**done, duration_s=job.duration_s).document()

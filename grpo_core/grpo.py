@@ -25,7 +25,7 @@ from grpo_core.models import enable_gradient_checkpointing, load_base_model
 from grpo_core.packing import PackedRows, pack_groups, packed_length
 from grpo_core.policies.adapters import AdapterBatch, applied
 from grpo_core.policies.base import TrainablePolicy
-from grpo_core.policies.peft_lora import input_digests, start_policy
+from grpo_core.policies.starting import input_digests, start_policy
 from grpo_core.progress import Monitor, raise_if_stopping
 from grpo_core.results import TrainingResult
 from grpo_core.rollouts import Roller, Rollout, rollout_metrics, shown_completions

@@ -1,7 +1,7 @@
 """What a training loop tells the outside, and the one thing it asks.
 
 A loop takes a `Monitor`. Prefect, MLflow, the terminal, the ceilings and the tests are monitors;
-the loop knows none of them. Metric names are fixed here and in `losses.py`, nowhere else.
+the loop knows none of them. What the metrics are called and mean is in ``docs/metrics.md``.
 """
 
 from __future__ import annotations

@@ -28,7 +28,8 @@ from grpo_core.logprobs import token_logprobs
 from grpo_core.models import load_base_model
 from grpo_core.packing import pack_groups
 from grpo_core.policies.adapters import AdapterBatch, applied
-from grpo_core.policies.peft_lora import PeftLoraPolicy, input_digests, start_policy
+from grpo_core.policies.peft_lora import PeftLoraPolicy
+from grpo_core.policies.starting import input_digests, start_policy
 from grpo_core.progress import Monitor, raise_if_stopping
 from grpo_core.results import TrainingResult
 from grpo_core.training import StepResult, TrainingRun, stored_result

@@ -52,5 +52,5 @@ def record(run: tracking.TrackedRun, pipeline: dict[str, Any]) -> None:
         tags={"verdict": lift["verdict"], "rl_verdict": rl_lift["verdict"], "digest": pipeline["rl"]["digest"]},
         documents={url.rsplit("/", 1)[-1]: read_text(url) for url in pipeline["report"].values()},
     )
-    if link := tracking.run_link(run):
-        create_link_artifact(link, link_text="MLflow run", key="mlflow-run")
+    if run.link:
+        create_link_artifact(run.link, link_text="MLflow run", key="mlflow-run")

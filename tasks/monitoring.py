@@ -23,6 +23,8 @@ from tasks import tracking
 
 logger = logging.getLogger(__name__)
 
+LOGGED = ("loss", "reward", "kl", "eval/reward")
+
 _watchers: ContextVar[tuple[Monitor, ...]] = ContextVar("watchers", default=())
 
 
@@ -110,8 +112,7 @@ class RunLog:
 
     def emit(self, event: Event) -> None:
         if isinstance(event, StepEvent):
-            shown = {name: event.metrics[name] for name in ("loss", "reward", "kl", "eval/reward") if name in event.metrics}
-            values = "".join(f" {name} {value:.4g}" for name, value in shown.items())
+            values = "".join(f" {name} {event.metrics[name]:.4g}" for name in LOGGED if name in event.metrics)
             self._log.info("%s %d/%d%s", event.stage, event.step, event.total, values)
         else:
             self._log.log(logging.WARNING if event.level == "warning" else logging.INFO, event.message)

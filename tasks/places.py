@@ -47,7 +47,7 @@ def locate(place: str) -> str:
 
 
 def absolute(place: str) -> str:
-    """The absolute path or URL behind the name of a user's own file; a relative path starts at the current directory."""
+    """The absolute path or URL of a user's own file; a relative path starts at the current directory."""
     return place if "://" in place else os.path.abspath(Path(place).expanduser())
 
 

@@ -65,15 +65,15 @@ def open_run(
         if found := client.search_runs([experiment], query):
             run_id = found[0].info.run_id
             client.update_run(run_id, status="RUNNING")
-            return TrackedRun(client, run_id, name, flush_every_s, last_steps=_last_steps(client, run_id))
+            return TrackedRun(client, run_id, experiment, name, flush_every_s, _last_steps(client, run_id))
         nesting = {"mlflow.parentRunId": parent} if parent else {}
         all_tags = {**tags, **nesting, "job_id": job_id, "stage": name}
         run = client.create_run(experiment, run_name=f"{job_id}/{name}" if parent else job_id, tags=all_tags)
         _log_params(client, run.info.run_id, params)
-        return TrackedRun(client, run.info.run_id, name, flush_every_s)
+        return TrackedRun(client, run.info.run_id, experiment, name, flush_every_s)
     except Exception as error:
         logger.warning("MLflow cannot be used (%s); %s goes on without it", error, name)
-        return TrackedRun(None, None, name, flush_every_s)
+        return TrackedRun(None, None, None, name, flush_every_s)
 
 
 class TrackedRun:
@@ -87,12 +87,14 @@ class TrackedRun:
         self,
         client: MlflowClient | None,
         run_id: str | None,
+        experiment_id: str | None,
         stage: str,
         flush_every_s: float,
         last_steps: Mapping[str, int] | None = None,
     ):
         self.id = run_id
         self._client = client
+        self._experiment_id = experiment_id
         self._stage = stage
         self._last_steps = dict(last_steps or {})
         self._metrics: list[tuple[str, float, int, int]] = []
@@ -104,6 +106,14 @@ class TrackedRun:
         self._thread = threading.Thread(target=self._flush_until_closed, args=(flush_every_s,), daemon=True)
         if client is not None:
             self._thread.start()
+
+    @property
+    def link(self) -> str | None:
+        """Address of the run's page, where the store is a server."""
+        uri = tracking_uri()
+        if self.id is None or not uri.startswith("http"):
+            return None
+        return f"{uri.rstrip('/')}/#/experiments/{self._experiment_id}/runs/{self.id}"
 
     def emit(self, event: Event) -> None:
         """Keep a step's metrics for the next flush; the progress of an evaluation within training is not kept.
@@ -146,8 +156,8 @@ class TrackedRun:
         self._attempt(self._send_metrics)
         self._attempt(self._send_completions)
         self._attempt(lambda client, run_id: client.set_terminated(run_id, status))
-        if self._dropped:
-            logger.warning("%d points and completions of %s were never sent to MLflow", self._dropped, self._stage)
+        if lost := self._dropped + len(self._metrics) + len(self._completions):
+            logger.warning("%d points and completions of %s were not sent to MLflow", lost, self._stage)
 
     def _new(self, metrics: Mapping[str, float], step: int) -> dict[str, float]:
         """Those metrics, under the store's names, whose latest point is before `step`; from now on it is at `step`."""
@@ -157,6 +167,7 @@ class TrackedRun:
         return new
 
     def _keep(self, waiting: list[T], more: Sequence[T]) -> None:
+        """Add as many as there is room for, and count the others."""
         fitting = more[: max(0, _KEPT - len(waiting))]
         waiting += fitting
         self._dropped += len(more) - len(fitting)
@@ -251,7 +262,8 @@ def _earlier_completions(client: MlflowClient, run_id: str) -> list[str]:
     if COMPLETIONS not in [item.path for item in client.list_artifacts(run_id)]:
         return []
     with tempfile.TemporaryDirectory() as folder:
-        return Path(client.download_artifacts(run_id, COMPLETIONS, folder)).read_text().splitlines()
+        text = Path(client.download_artifacts(run_id, COMPLETIONS, folder)).read_text(encoding="utf-8")
+    return text.rstrip("\n").split("\n")  # not splitlines: completions may hold other line separators
 
 
 def _log_params(client: MlflowClient, run_id: str, values: Mapping[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """SFT and GRPO for real, on tiny random models: what a run does, and what it does when it is stopped or repeated."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -507,3 +508,16 @@ def _patch_score(monkeypatch: pytest.MonkeyPatch, score: Callable[..., Score]) -
     from grpo_core.environments.registry import environment_class
 
     monkeypatch.setattr(environment_class("letters"), "score", score)
+
+
+def test_every_metric_is_documented_and_every_documented_one_exists(
+    sft: Callable[..., SFTConfig], grpo: Callable[..., GRPOConfig]
+) -> None:
+    table = (Path(__file__).parents[1] / "docs" / "metrics.md").read_text()
+    first_cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    documented = {name for cell in first_cells for name in re.findall("`([^`]+)`", cell)}
+    heard = Recorder()
+    started = train_sft(sft(), heard)
+    train_grpo(grpo(init_checkpoint_dir=started.checkpoint_dir, kl_beta=0.1, eval_every=2, eval_prompts=2), heard)
+    emitted = {name for event in heard.steps for name in event.metrics}
+    assert {re.sub("^rewards/.*", "rewards/<part>", name) for name in emitted} == documented
