@@ -30,8 +30,7 @@ lint: $(STAMP)  ## style, formatting and the direction of imports
 	@$(BIN)/lint-imports --no-cache --no-logo
 
 types: $(STAMP)  ## static types of the four packages
-	@command -v node >/dev/null || { echo 'make types: pyright runs on Node.js; install it (Debian: apt install nodejs)' >&2; exit 1; }
-	@$(BIN)/pyright
+	@$(BIN)/basedpyright
 
 bench: $(STAMP)  ## side-by-side measurements
 	@test -f benchmarks/run.py || { echo 'make bench: benchmarks/run.py does not exist yet; there is nothing to measure' >&2; exit 1; }

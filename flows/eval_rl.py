@@ -22,6 +22,5 @@ def eval_rl(config: EvalConfig) -> Any:
 
 
 def _stages(job: Job, config: EvalConfig) -> Document:
-    return job.stage(
-        evaluation.evaluate, name="policy", config=config.model_dump(mode="json"), output_dir=job.folder, job=job.ref
-    )
+    document = config.model_dump(mode="json")
+    return job.stage(evaluation.evaluate, name=config.policy, config=document, output_dir=job.folder, job=job.ref)

@@ -115,24 +115,33 @@ def run_job(prefix: str, config: C, stages: Callable[[Job, C], Document]) -> Doc
         LabError: the config cannot be honoured here, or a stage failed on purpose.
     """
     job = Job(prefix)
-    resolved = located(config).resolved()
-    write_json(inside(job.folder, CONFIG), resolved.model_dump(mode="json"))
-    try:
-        admit(resolved)
-        with watching(*_stoppers(job, resolved)), job.interrupts, termination_stops():
-            result = stages(job, resolved)
-    except Stopped as stopped:
-        result = {"job_id": job.id, **stopped.document, "status": "cancelled"}
-    except Exception as error:
-        described = _described(error)
-        stop_reason = StopReason.NO_SIGNAL.value if described["code"] == "NO_SIGNAL" else None
-        failure = {"job_id": job.id, "status": "failed", "stop_reason": stop_reason, "error": described}
-        write_json(inside(job.folder, RESULT), failure)
-        raise
-    write_json(inside(job.folder, RESULT), result)
+    with job.interrupts:
+        resolved = located(config).resolved()
+        write_json(inside(job.folder, CONFIG), resolved.model_dump(mode="json"))
+        try:
+            result = _result(job, resolved, stages)
+        except Exception as error:
+            write_json(inside(job.folder, RESULT), _failure(job, error))
+            raise
+        write_json(inside(job.folder, RESULT), result)
     if result["status"] == "cancelled":
         return Cancelled(message=_stop_message(result), data=result)
     return result
+
+
+def _result(job: Job, config: C, stages: Callable[[Job, C], Document]) -> Document:
+    admit(config)
+    try:
+        with watching(*_stoppers(job, config)), termination_stops():
+            return stages(job, config)
+    except Stopped as stopped:
+        return {"job_id": job.id, **stopped.document, "status": "cancelled"}
+
+
+def _failure(job: Job, error: Exception) -> Document:
+    described = _described(error)
+    stop_reason = StopReason.NO_SIGNAL.value if described["code"] == "NO_SIGNAL" else None
+    return {"job_id": job.id, "status": "failed", "stop_reason": stop_reason, "error": described}
 
 
 def _stoppers(job: Job, config: SFTConfig | GRPOConfig | EvalConfig | PipelineConfig) -> tuple[Monitor, ...]:

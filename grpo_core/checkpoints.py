@@ -22,11 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from grpo_core.errors import CheckpointConflict, CheckpointCorrupt, CheckpointError, NotFoundError
-from grpo_core.files import read_json, write_json
+from grpo_core.files import opened_url, read_json, write_json
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
@@ -62,7 +61,7 @@ class CheckpointStore:
     """Checkpoints of one run under one URL."""
 
     def __init__(self, url: str):
-        self._fs, root = url_to_fs(url)
+        self._fs, root = opened_url(url)
         self._root = root.rstrip("/")
         self.url = self._root if isinstance(self._fs, LocalFileSystem) else str(self._fs.unstrip_protocol(self._root))
 
@@ -126,7 +125,11 @@ class CheckpointStore:
                 local = Path(temporary) / name
                 self._fs.get_file(f"{self._folder(step)}/{name}", str(local))
                 if file_digest(local) != digest:
-                    raise CheckpointCorrupt(f"{self.url}/step-{step:06d}/{name} differs from its manifest's digest")
+                    raise CheckpointCorrupt(
+                        f"{self.url}/step-{step:06d}/{name} differs from its manifest's digest",
+                        field="checkpoint_dir",
+                        hint="take an earlier checkpoint (URL/step-NNNNNN), or train again in a new folder",
+                    )
             yield Path(temporary)
 
     def result(self) -> dict[str, Any] | None:
@@ -168,34 +171,42 @@ class CheckpointStore:
 
 
 @contextmanager
-def policy_folder(url: str) -> Iterator[Path]:
+def policy_folder(url: str, field: str = "checkpoint_dir") -> Iterator[Path]:
     """A local copy of the policy files that a URL names.
 
     The URL may be a training run's folder (its newest complete checkpoint is taken), one checkpoint of
-    it, or a plain adapter directory from elsewhere.
+    it, or a plain adapter directory from elsewhere. A `CheckpointError` raised within names the URL and
+    the config's `field` that holds it.
 
     Raises:
         NotFoundError: there is nothing of the kind.
         CheckpointCorrupt: bytes are not those of the manifest.
     """
-    store = CheckpointStore(url)
+    try:
+        with _policy_files(CheckpointStore(url), field) as folder:
+            yield folder
+    except CheckpointError as error:
+        raise type(error)(f"{url}: {error.message}", field=field, hint=error.hint) from error
+
+
+@contextmanager
+def _policy_files(store: CheckpointStore, field: str) -> Iterator[Path]:
+    parent, _, name = store.url.rpartition("/")
     if latest := store.latest():
         with store.opened(latest.step) as folder:
             yield folder
-        return
-    parent, _, name = store.url.rpartition("/")
-    if match := _STEP.search(name):
+    elif match := _STEP.search(name):
         with CheckpointStore(parent).opened(int(match[1])) as folder:
             yield folder
-        return
-    fs, root = url_to_fs(store.url)
-    if not fs.isdir(root):
-        raise NotFoundError(f"there is no checkpoint folder {url!r}", field="checkpoint_dir")
-    with tempfile.TemporaryDirectory(prefix="grpo-lab-") as temporary:
-        for path in fs.ls(root, detail=False):
-            if not fs.isdir(path):
-                fs.get_file(path, str(Path(temporary) / path.rpartition("/")[2]))
-        yield Path(temporary)
+    else:
+        fs, root = opened_url(store.url)
+        if not fs.isdir(root):
+            raise NotFoundError(f"there is no checkpoint folder {store.url!r}", field=field)
+        with tempfile.TemporaryDirectory(prefix="grpo-lab-") as temporary:
+            for path in fs.ls(root, detail=False):
+                if not fs.isdir(path):
+                    fs.get_file(path, str(Path(temporary) / path.rpartition("/")[2]))
+            yield Path(temporary)
 
 
 def file_digest(path: Path) -> str:

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from typing import Any, Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from grpo_core.environments.registry import environment_class, make_environment
 from grpo_core.errors import ConfigError
 from grpo_core.families import FAMILIES, Family, FamilyName, check_model_dir
-from grpo_core.validation import config_error, refusal
+from grpo_core.validation import StrictNumbers, config_error, refusal
+
+MOST = 1_000_000_000
+"""Bound of every count: beyond it there is a typing error, not a job."""
 
 PolicyName = Literal["hypernet", "peft-lora"]
 EvaluatedPolicy = Literal["base", "hypernet", "peft-lora"]
@@ -46,7 +49,7 @@ def _plain_optionals(schema: dict[str, Any]) -> None:
             prop.pop("default", None)
 
 
-class Config(BaseModel):
+class Config(StrictNumbers):
     """Base of all configs: strict about names, plain in forms."""
 
     model_config = ConfigDict(
@@ -88,7 +91,7 @@ class CommonConfig(Config):
     family: FamilyName = Field(description="Base-model family.")
     environment: str = Field(default="niah", description="Environment whose problems and reward are used.")
     environment_options: dict[str, Any] = Field(
-        {},
+        default={},
         description="Options of the environment (JSON object), for niah: min_blocks, max_blocks, num_keys, num_digits.",
     )
     seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of problems and sampling.")
@@ -97,9 +100,12 @@ class CommonConfig(Config):
         default="auto",
         description="Number format of the base model; auto takes bfloat16 where the device computes in it.",
     )
-    model_dir: str | None = Field(default=None, description="Folder with weights to use instead of the family's own.")
+    model_dir: str | None = Field(
+        default=None, min_length=1, description="Folder with weights to use instead of the family's own."
+    )
     checkpoint_dir: str | None = Field(
-        None,
+        default=None,
+        min_length=1,
         description="Folder or URL that receives the results; empty means a new folder under the lab's artifact root.",
     )
     compute: ComputeConfig = Field(default=ComputeConfig(), description="Where to run and what bounds it.")
@@ -136,21 +142,24 @@ class CommonConfig(Config):
 class SFTSettings(Config):
     """What supervised fine-tuning needs beside the common fields."""
 
-    examples: int = Field(default=64, ge=1, description="Generated environment examples.")
+    examples: int = Field(default=64, ge=1, le=MOST, description="Generated environment examples.")
     dataset: str | None = Field(
         default=None,
+        min_length=1,
         description="URL of a JSONL with prompt or messages, and completion, instead of generated examples.",
     )
     split_ratio: float = Field(default=0.9, gt=0, le=1, description="Share of the dataset that is trained on.")
-    split_seed: int = Field(default=0, ge=0, description="Seed of the dataset's split.")
+    split_seed: int = Field(default=0, ge=0, le=MOST, description="Seed of the dataset's split.")
     eval_cohort: Literal["held_out", "train", "all"] = Field(
         default="held_out", description="What is evaluated after training."
     )
-    eval_examples: int = Field(default=32, ge=0, description="Examples evaluated after training; 0 evaluates none.")
-    examples_per_step: int = Field(
-        default=8, ge=1, description="Examples per optimizer step; the last step may be shorter."
+    eval_examples: int = Field(
+        default=32, ge=0, le=MOST, description="Examples evaluated after training; 0 evaluates none."
     )
-    epochs: int = Field(default=1, ge=1, description="Passes over the examples.")
+    examples_per_step: int = Field(
+        default=8, ge=1, le=MOST, description="Examples per optimizer step; the last step may be shorter."
+    )
+    epochs: int = Field(default=1, ge=1, le=MOST, description="Passes over the examples.")
     lora_rank: int | None = Field(
         default=None,
         ge=1,
@@ -158,39 +167,46 @@ class SFTSettings(Config):
         description="Rank of the adapter; empty takes the initial adapter's or the family's.",
     )
     lora_alpha: int | None = Field(
-        default=None, ge=1, description="LoRA alpha; empty takes the initial adapter's or the family's."
+        default=None, ge=1, le=MOST, description="LoRA alpha; empty takes the initial adapter's or the family's."
     )
     lr: float | None = Field(default=None, gt=0, lt=1, description="Learning rate; empty takes the family's.")
-    init_adapter_dir: str | None = Field(default=None, description="PEFT adapter to continue from.")
+    init_adapter_dir: str | None = Field(default=None, min_length=1, description="PEFT adapter to continue from.")
     l1_coef: float = Field(default=0.0, ge=0, description="Coefficient of the mean absolute LoRA weight in the loss.")
     min_blocks: int | None = Field(
-        default=None, ge=1, description="niah only: fewest filler blocks; empty takes the environment's."
+        default=None, ge=1, le=MOST, description="niah only: fewest filler blocks; empty takes the environment's."
     )
     max_blocks: int | None = Field(
-        default=None, ge=1, description="niah only: most filler blocks; empty takes the environment's."
+        default=None, ge=1, le=MOST, description="niah only: most filler blocks; empty takes the environment's."
     )
-    warmup_steps: int = Field(default=0, ge=0, description="Steps over which the learning rate rises linearly.")
+    warmup_steps: int = Field(
+        default=0, ge=0, le=MOST, description="Steps over which the learning rate rises linearly."
+    )
     max_grad_norm: float = Field(default=1.0, gt=0, description="Gradients are scaled down to this norm.")
     weight_decay: float = Field(default=0.0, ge=0, description="AdamW weight decay.")
-    log_every: int = Field(default=1, ge=1, description="Steps between progress points.")
-    checkpoint_every: int = Field(default=10, ge=1, description="Steps between checkpoints.")
+    log_every: int = Field(default=1, ge=1, le=MOST, description="Steps between progress points.")
+    checkpoint_every: int = Field(default=10, ge=1, le=MOST, description="Steps between checkpoints.")
 
 
 class GRPOSettings(Config):
     """What GRPO needs beside the common fields and the policy."""
 
     init_checkpoint_dir: str | None = Field(
-        default=None, description="PEFT adapter or hypernet directory to start from."
+        default=None, min_length=1, description="PEFT adapter or hypernet directory to start from."
     )
-    prompts: int = Field(default=160, ge=1, description="Training prompts in all; resampled ones are not counted.")
+    prompts: int = Field(
+        default=160, ge=1, le=MOST, description="Training prompts in all; resampled ones are not counted."
+    )
     prompts_per_step: int = Field(
-        default=4, ge=1, description="Prompts per optimizer step; the last step may be shorter."
+        default=4, ge=1, le=MOST, description="Prompts per optimizer step; the last step may be shorter."
     )
     group_size: int = Field(
-        default=8, ge=2, description="Completions per prompt; at least 2, since advantages are relative to the group."
+        default=8,
+        ge=2,
+        le=MOST,
+        description="Completions per prompt; at least 2, since advantages are relative to the group.",
     )
     max_new_tokens: int | None = Field(
-        default=None, ge=1, description="Generation budget per completion; empty takes the environment's."
+        default=None, ge=1, le=MOST, description="Generation budget per completion; empty takes the environment's."
     )
     temperature: float = Field(
         default=1.0, gt=0, description="Sampling temperature; all log-probabilities in the loss are at it."
@@ -215,7 +231,7 @@ class GRPOSettings(Config):
     )
     clip_low: float = Field(default=0.2, gt=0, lt=1, description="Lower clip of the ratio: 1 - clip_low.")
     clip_high: float = Field(default=0.28, gt=0, description="Upper clip of the ratio: 1 + clip_high.")
-    updates_per_rollout: int = Field(default=1, ge=1, description="Optimizer passes over one step's rollouts.")
+    updates_per_rollout: int = Field(default=1, ge=1, le=MOST, description="Optimizer passes over one step's rollouts.")
     truncated: Literal["keep", "mask"] = Field(
         default="keep", description="mask: truncated completions leave loss and denominator."
     )
@@ -224,22 +240,24 @@ class GRPOSettings(Config):
         description="Importance weight (truncated at 2) between the sampler's and the policy's numerics.",
     )
     resample_zero_variance: int = Field(
-        default=0, ge=0, description="Extra attempts to find a group whose rewards differ."
+        default=0, ge=0, le=MOST, description="Extra attempts to find a group whose rewards differ."
     )
     eval_every: int = Field(
-        default=0, ge=0, description="Steps between evaluations on the validation split; 0 evaluates never."
+        default=0, ge=0, le=MOST, description="Steps between evaluations on the validation split; 0 evaluates never."
     )
-    eval_prompts: int = Field(default=32, ge=1, description="Problems per evaluation during training.")
+    eval_prompts: int = Field(default=32, ge=1, le=MOST, description="Problems per evaluation during training.")
     micro_batch_tokens: int | None = Field(
-        default=None, ge=1, description="Tokens per forward and backward pass; empty is automatic."
+        default=None, ge=1, le=MOST, description="Tokens per forward and backward pass; empty is automatic."
     )
     gradient_checkpointing: bool = Field(
         default=False, description="Recompute activations in the backward pass to save memory."
     )
-    warmup_steps: int = Field(default=0, ge=0, description="Steps over which the learning rate rises linearly.")
+    warmup_steps: int = Field(
+        default=0, ge=0, le=MOST, description="Steps over which the learning rate rises linearly."
+    )
     max_grad_norm: float = Field(default=1.0, gt=0, description="Gradients are scaled down to this norm.")
     weight_decay: float = Field(default=0.0, ge=0, description="AdamW weight decay.")
-    checkpoint_every: int = Field(default=10, ge=1, description="Steps between checkpoints.")
+    checkpoint_every: int = Field(default=10, ge=1, le=MOST, description="Steps between checkpoints.")
 
     @field_validator("group_size", mode="before")
     @classmethod
@@ -262,12 +280,12 @@ class GRPOSettings(Config):
 class EvalSettings(Config):
     """What an evaluation needs beside the common fields and the policy."""
 
-    num_tasks: int = Field(default=200, ge=1, description="Problems evaluated, from the eval split.")
+    num_tasks: int = Field(default=200, ge=1, le=MOST, description="Problems evaluated, from the eval split.")
     samples_per_problem: int = Field(
-        default=1, ge=1, description="Completions per problem; with temperature 0 they are all equal."
+        default=1, ge=1, le=MOST, description="Completions per problem; with temperature 0 they are all equal."
     )
     max_new_tokens: int | None = Field(
-        default=None, ge=1, description="Generation budget per completion; empty takes the environment's."
+        default=None, ge=1, le=MOST, description="Generation budget per completion; empty takes the environment's."
     )
     temperature: float = Field(default=0.0, ge=0, description="Sampling temperature; 0 decodes greedily.")
     pass_threshold: float | None = Field(
@@ -278,10 +296,10 @@ class EvalSettings(Config):
 class D2LSettings(Config):
     """What training a hypernetwork needs beside the common fields."""
 
-    examples: int = Field(default=640, ge=1, description="Generated documents.")
-    examples_per_step: int = Field(default=32, ge=1, description="Documents per optimizer step.")
-    eval_examples: int = Field(default=32, ge=0, description="Documents evaluated after training.")
-    epochs: int = Field(default=1, ge=1, description="Passes over the documents.")
+    examples: int = Field(default=640, ge=1, le=MOST, description="Generated documents.")
+    examples_per_step: int = Field(default=32, ge=1, le=MOST, description="Documents per optimizer step.")
+    eval_examples: int = Field(default=32, ge=0, le=MOST, description="Documents evaluated after training.")
+    epochs: int = Field(default=1, ge=1, le=MOST, description="Passes over the documents.")
     lr: float | None = Field(default=None, gt=0, lt=1, description="Learning rate; empty takes the family's.")
     l1_coef: float = Field(default=0.0, ge=0, description="Coefficient of the L1 penalty on generated adapters.")
 
@@ -342,7 +360,9 @@ class EvalConfig(CommonConfig, EvalSettings):
 
     policy: EvaluatedPolicy = Field(default="base", description="Policy to score: base, peft-lora or hypernet.")
     checkpoint_dir: str | None = Field(
-        default=None, description="Checkpoint folder, job or adapter directory of the policy to score; not for base."
+        default=None,
+        min_length=1,
+        description="Checkpoint folder, job or adapter directory of the policy to score; not for base.",
     )
 
     _built = field_validator("policy")(_policy_is_built)

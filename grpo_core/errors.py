@@ -4,9 +4,9 @@
     ├── ConfigError              the request is wrong                              exit 2
     ├── AdmissionRefused         the request is valid but may not be started here  exit 3
     ├── NotFoundError            a thing that the request names does not exist     exit 4
-    ├── CheckpointError          a checkpoint cannot be used as asked
-    │   ├── CheckpointCorrupt    bytes differ from the manifest's digests          exit 1
-    │   └── CheckpointConflict   the folder belongs to another configuration       exit 2
+    ├── CheckpointError          a checkpoint cannot be used as asked              exit 2
+    │   ├── CheckpointCorrupt    bytes are not those that were written             exit 1
+    │   └── CheckpointConflict   the folder belongs to another run
     └── TrainingFailed           the run cannot end as a success                   exit 1
 
 Anything else that escapes (a lost file, a crashed process, a full disk) is not in this tree and may
@@ -84,19 +84,20 @@ class CheckpointError(LabError):
     """A checkpoint cannot be used as asked."""
 
     code = "CHECKPOINT_UNUSABLE"
+    exit_code = 2
 
 
 class CheckpointCorrupt(CheckpointError):
-    """A checkpoint's bytes are not those that its manifest recorded."""
+    """A checkpoint's bytes are not those that were written."""
 
     code = "CHECKPOINT_CORRUPT"
+    exit_code = 1
 
 
 class CheckpointConflict(CheckpointError):
-    """A checkpoint folder was written by a run with another configuration or numeric layout."""
+    """A checkpoint folder was written by a run with another configuration, other inputs or another numeric layout."""
 
     code = "CHECKPOINT_CONFLICT"
-    exit_code = 2
 
 
 class TrainingFailed(LabError):

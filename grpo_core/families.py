@@ -99,9 +99,12 @@ def check_model_dir(family: Family, model_dir: str) -> None:
             f"{model_dir!r} has no config.json", field="model_dir", hint="give a folder saved by save_pretrained"
         )
     try:
-        config = json.loads(config_file.read_text())
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{config_file} is not JSON: {error}", field="model_dir") from None
+        config = json.loads(config_file.read_bytes())
+    except ValueError as error:
+        message = f"{str(config_file)!r} is not JSON: {type(error).__name__}"
+        raise ConfigError(message, field="model_dir", hint="give a folder saved by save_pretrained") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"{str(config_file)!r} holds no object", field="model_dir")
     if config.get("auto_map"):
         raise ConfigError(
             f"{model_dir!r} asks for remote code (auto_map)",

@@ -7,10 +7,11 @@ import os
 import uuid
 from typing import Any
 
+from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from grpo_core.errors import NotFoundError
+from grpo_core.errors import ConfigError, NotFoundError
 
 
 def write_text(url: str, text: str) -> str:
@@ -19,7 +20,7 @@ def write_text(url: str, text: str) -> str:
     Returns:
         The file's full URL.
     """
-    fs, path = url_to_fs(url)
+    fs, path = opened_url(url)
     fs.makedirs(path.rpartition("/")[0], exist_ok=True)
     if isinstance(fs, LocalFileSystem):
         unfinished = f"{path}.{uuid.uuid4().hex}.tmp"
@@ -40,12 +41,29 @@ def read_text(url: str) -> str:
 
     Raises:
         NotFoundError: there is no such file.
+        ConfigError: it is no text, or the URL is of no known kind.
     """
-    fs, path = url_to_fs(url)
+    fs, path = opened_url(url)
     try:
-        return bytes(fs.cat_file(path)).decode()
+        return str(fs.read_text(path, encoding="utf-8"))
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
         raise NotFoundError(f"there is no file {url!r}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{url!r} is not UTF-8 text") from None
+
+
+def opened_url(url: str) -> tuple[AbstractFileSystem, str]:
+    """The filesystem of a URL, and the path on it.
+
+    Raises:
+        ConfigError: no filesystem of that kind is known or installed.
+    """
+    try:
+        return url_to_fs(url)
+    except (ValueError, ImportError) as error:
+        raise ConfigError(
+            f"{url!r} cannot be opened: {error}", hint="use a path, file://, s3:// or memory://"
+        ) from None
 
 
 def read_json(url: str) -> dict[str, Any]:

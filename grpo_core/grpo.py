@@ -17,6 +17,7 @@ from torch import Tensor
 from grpo_core.chat import Chat
 from grpo_core.checkpoints import CheckpointStore
 from grpo_core.config import GRPOConfig
+from grpo_core.continuation import stored_result
 from grpo_core.environments.registry import make_environment
 from grpo_core.evaluation import validate
 from grpo_core.logprobs import token_logprobs
@@ -30,7 +31,7 @@ from grpo_core.progress import Monitor, raise_if_stopping
 from grpo_core.results import TrainingResult
 from grpo_core.rollouts import Roller, Rollout, rollout_metrics, shown_completions
 from grpo_core.sampling import TorchSampler
-from grpo_core.training import StepResult, TrainingRun, stored_result
+from grpo_core.training import StepResult, TrainingRun
 
 AUTOMATIC_MICRO_BATCH_TOKENS = 4096
 
@@ -46,14 +47,14 @@ def train_grpo(config: GRPOConfig, monitor: Monitor) -> TrainingResult:
     config = config.resolved()
     assert config.checkpoint_dir is not None and config.max_new_tokens is not None
     store = CheckpointStore(config.checkpoint_dir)
-    inputs = input_digests(store, config, config.init_checkpoint_dir)
+    init, init_field = config.init_checkpoint_dir, "init_checkpoint_dir"
+    inputs = input_digests(store, config, init, init_field)
     if finished := stored_result(store, config, inputs):
         return finished
     base = load_base_model(config.family, config.model_dir, config.device, config.dtype)
     if config.gradient_checkpointing:
         enable_gradient_checkpointing(base)
-    init, field = config.init_checkpoint_dir, "init_checkpoint_dir"
-    policy = start_policy(base, store, init, field, config.lora_rank, None, config.seed)
+    policy = start_policy(base, store, init, init_field, config.lora_rank, None, config.seed)
     environment = make_environment(config.environment, config.environment_options)
     run = TrainingRun(
         "rl",

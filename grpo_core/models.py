@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
@@ -80,7 +81,13 @@ def load_base_model(family: str, model_dir: str | None = None, device: str = "au
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
         model = AutoModelForCausalLM.from_pretrained(source, dtype=torch_dtype, use_safetensors=True)
-    except OSError as error:
+    except (
+        OSError,
+        ValueError,
+        RuntimeError,
+        KeyError,
+        SafetensorError,
+    ) as error:  # whatever a foreign folder provokes
         raise ConfigError(
             f"the weights of {source!r} could not be loaded: {error}",
             field="model_dir" if model_dir else "family",

@@ -11,7 +11,6 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +18,7 @@ import torch
 from grpo_core.chat import Chat, Messages
 from grpo_core.checkpoints import CheckpointStore
 from grpo_core.config import SFTConfig
+from grpo_core.continuation import stored_result
 from grpo_core.environments.base import Problem, Split
 from grpo_core.environments.registry import make_environment
 from grpo_core.errors import ConfigError
@@ -32,10 +32,12 @@ from grpo_core.policies.peft_lora import PeftLoraPolicy
 from grpo_core.policies.starting import input_digests, start_policy
 from grpo_core.progress import Monitor, raise_if_stopping
 from grpo_core.results import TrainingResult
-from grpo_core.training import StepResult, TrainingRun, stored_result
+from grpo_core.training import StepResult, TrainingRun
 
 MICRO_BATCH = 8
 """Examples per forward and backward pass."""
+
+_ROW = 'each line needs "completion" and either "prompt" or "messages" with "role" and "content"'
 
 
 @dataclass(frozen=True)
@@ -58,14 +60,14 @@ def train_sft(config: SFTConfig, monitor: Monitor) -> TrainingResult:
     config = config.resolved()
     assert config.checkpoint_dir is not None
     store = CheckpointStore(config.checkpoint_dir)
-    inputs = input_digests(store, config, config.init_adapter_dir)
+    init, init_field = config.init_adapter_dir, "init_adapter_dir"
+    inputs = input_digests(store, config, init, init_field)
     if config.dataset is not None:
         inputs["dataset"] = hashlib.sha256(read_text(config.dataset).encode()).hexdigest()
     if finished := stored_result(store, config, inputs):
         return finished
     base = load_base_model(config.family, config.model_dir, config.device, config.dtype)
-    init, field = config.init_adapter_dir, "init_adapter_dir"
-    policy = start_policy(base, store, init, field, config.lora_rank, config.lora_alpha, config.seed)
+    policy = start_policy(base, store, init, init_field, config.lora_rank, config.lora_alpha, config.seed)
     trained, held_out = _examples(config, policy)
     cohort = _cohort(config, trained, held_out)
     run = TrainingRun(
@@ -171,16 +173,16 @@ def _dataset(config: SFTConfig, chat: Chat) -> tuple[list[Example], list[Example
 
 def _row(line: str, where: str) -> tuple[Messages, str]:
     """One line of a dataset: ``prompt`` or ``messages``, and ``completion``."""
-    hint = 'each line needs "completion" and either "prompt" or "messages"'
     try:
-        row: dict[str, Any] = json.loads(line)
+        row = json.loads(line)
         completion = row["completion"]
         messages = row["messages"] if "messages" in row else [{"role": "user", "content": row["prompt"]}]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise ConfigError(f"{where}: {type(error).__name__}: {error}", field="dataset", hint=hint) from None
-    if not isinstance(completion, str) or not completion:
-        raise ConfigError(f"{where}: completion is {completion!r}", field="dataset", hint="it must be text")
-    return messages, completion
+        texts = [completion, *(message[key] for message in messages for key in ("role", "content"))]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{where}: {type(error).__name__}: {error}", field="dataset", hint=_ROW) from None
+    if not messages or not all(isinstance(text, str) for text in texts) or not completion:
+        raise ConfigError(f"{where}: prompt, messages and completion must be text", field="dataset", hint=_ROW)
+    return [{"role": message["role"], "content": message["content"]} for message in messages], completion
 
 
 def _cohort(config: SFTConfig, trained: Sequence[Example], held_out: Sequence[Example]) -> list[Example]:

@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from grpo_core.checkpoints import CheckpointStore, Manifest, file_digest
-from grpo_core.config import GRPOConfig, SFTConfig
+from grpo_core.continuation import LoopConfig, comparable, differences
 from grpo_core.errors import CheckpointConflict, ConfigError, TrainingFailed
 from grpo_core.policies.base import TrainablePolicy, tensors_digest
 from grpo_core.progress import Monitor, Notice, StepEvent, StopNow, StopReason, raise_if_stopping
@@ -32,14 +32,10 @@ from grpo_core.results import TrainingResult
 logger = logging.getLogger(__name__)
 
 Kind = Literal["sft", "rl", "d2l"]
-LoopConfig = SFTConfig | GRPOConfig
 Metrics = dict[str, float]
 
 NO_SIGNAL_STEPS = 10
 """A run whose first steps give the optimizer nothing at all is ended after this many."""
-
-_MAY_CHANGE = frozenset({"compute", "checkpoint_every", "log_every"})
-_MAY_GROW = frozenset({"prompts", "examples"})
 
 
 @dataclass(frozen=True)
@@ -74,7 +70,7 @@ class TrainingRun:
     A run works through `items` (prompts, or examples of all epochs), `per_step` at a time. Where it
     stands is a number of items, so a finished run with a short last step extends without a gap.
 
-    Use: `stored_result`, then build the policy, then `TrainingRun(...)`, `begin()`, `execute(step)`.
+    Use: `continuation.stored_result`, then build the policy, then `TrainingRun(...)`, `begin()`, `execute(step)`.
     """
 
     def __init__(
@@ -130,9 +126,9 @@ class TrainingRun:
         if latest is None:
             self._save(partial=False)
             return
-        if differences := _differences(latest.layout, self._layout):
+        if changed := differences(latest.layout, self._layout):
             raise CheckpointConflict(
-                f"{self._store.url} was written under another numeric layout: {differences}",
+                f"{self._store.url} was written under another numeric layout: {changed}",
                 field="checkpoint_dir",
                 hint="continue where it began, or start a new folder from this one as initial checkpoint",
             )
@@ -259,7 +255,7 @@ class TrainingRun:
                 step=self._state.step,
                 kind=self._kind,
                 partial=partial,
-                config=_comparable(self._config),
+                config=comparable(self._config),
                 layout=self._layout,
                 digest=self._digest(),
                 files={path.name: file_digest(path) for path in sorted(folder.iterdir())},
@@ -316,45 +312,6 @@ class TrainingRun:
             parameter = self._parameters[self._names.index(parameter_name)]
             # AdamW keeps its step counter on the host, the moments beside the parameter
             self._optimizer.state[parameter][key] = value if key == "step" else value.to(parameter.device)
-
-
-def stored_result(store: CheckpointStore, config: LoopConfig, inputs: Mapping[str, str]) -> TrainingResult | None:
-    """The result of a finished run with this config and these inputs; None when there is work to do.
-
-    Raises:
-        CheckpointConflict: the folder belongs to another run; the message names the differences.
-    """
-    latest = store.latest()
-    if latest is None:
-        return None
-    new, old = _comparable(config), dict(latest.config)
-    # With several epochs, more examples would change the order of those already seen.
-    growing = _MAY_GROW & old.keys() & new.keys() if new.get("epochs", 1) == 1 else frozenset()
-    grown = {name for name in growing if new[name] > old[name]}
-    old |= {name: new[name] for name in grown | (_MAY_CHANGE & new.keys())}
-    if differences := _differences({**old, **latest.inputs}, {**new, **inputs}):
-        raise CheckpointConflict(
-            f"{store.url} was trained otherwise: {differences}",
-            field="checkpoint_dir",
-            hint="use the same values, or another folder",
-        )
-    document = store.result()
-    if document is None:
-        return None
-    if grown:
-        store.reopen()
-        return None
-    return TrainingResult(**document)
-
-
-def _comparable(config: LoopConfig) -> dict[str, Any]:
-    """The config as a checkpoint records it: all but the folder that it is in."""
-    return config.model_dump(mode="json", exclude={"checkpoint_dir"})
-
-
-def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
-    names = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
-    return ", ".join(f"{name} was {old.get(name)!r}, now {new.get(name)!r}" for name in names)
 
 
 def _numeric_layout(policy: TrainablePolicy, micro_batch: int) -> dict[str, Any]:

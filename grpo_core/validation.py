@@ -6,7 +6,9 @@ Validators raise `refusal(...)`; `config_error` turns whatever pydantic collecte
 
 from __future__ import annotations
 
-from pydantic import ValidationError
+from typing import Any
+
+from pydantic import BaseModel, ValidationError, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 from grpo_core.errors import ConfigError
@@ -30,7 +32,8 @@ def config_error(error: ValidationError, prefix: str = "") -> ConfigError:
     context = first.get("ctx", {})
     parts = (prefix, *map(str, first["loc"]), context.get("field", "") if first["type"] == _TYPE else "")
     field = ".".join(part for part in parts if part) or None
-    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+    others = sorted({".".join(map(str, other["loc"])) or "a conflict" for other in error.errors()[1:]})
+    more = f"; also wrong: {', '.join(others)}" if others else ""
     match first["type"]:
         case "refused":
             return ConfigError(context["text"] + more, field=field, hint=context["hint"] or None, code=context["code"])
@@ -41,3 +44,14 @@ def config_error(error: ValidationError, prefix: str = "") -> ConfigError:
             return ConfigError(f"a value is required{more}", field=field)
         case _:
             return ConfigError(f"{first['msg']}, got {first['input']!r}{more}", field=field)
+
+
+class StrictNumbers(BaseModel):
+    """A model whose number fields take numbers: true is no 1, although Python and pydantic take it for one."""
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_truth_for_numbers(cls, value: Any, info: ValidationInfo) -> Any:
+        if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation is not bool:
+            raise refusal(ConfigError(f"{value} is no number", hint="true and false are for switches only"))
+        return value

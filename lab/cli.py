@@ -16,14 +16,18 @@ from grpo_core.compute.preview import JobConfig, admit, preview, refused
 from grpo_core.config import EvalConfig, GRPOConfig, PipelineConfig, SFTConfig
 from grpo_core.environments.registry import environment_class, environment_names
 from grpo_core.errors import ConfigError, LabError
+from grpo_core.files import read_json
 from lab import __version__, output, texts
 from lab.options import chosen, flags_of, merged, read_file
 from lab.output import Answer
-from tasks.places import located, read_json
+from tasks.places import located
 
 BLOCKED = 3
 STOPPED = 130
 INTERNAL = 1
+
+# Commands that the documentation names and this version lacks.
+NOT_BUILT = ("register", "score", "internalize", "offers", "jobs", "up", "down", "train d2l")
 
 JsonFlag = Annotated[bool, Parameter(negative=())]
 
@@ -50,13 +54,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     tokens = list(sys.argv[1:] if arguments is None else arguments)
     as_json = "--json" in tokens
     try:
+        _refuse_not_built(tokens)
         answer = app(tokens, exit_on_error=False, print_error=False, result_action="return_value")
     except CycloptsError as error:
         answer = output.refusal(ConfigError(" ".join(str(error).split()), hint="see --help", code="USAGE"))
     except LabError as error:
         answer = output.refusal(error)
     except KeyboardInterrupt:
-        answer = Answer({"error": _described("CANCELLED", "stopped before anything was kept")}, exit_code=STOPPED)
+        answer = Answer(
+            {"error": _described("CANCELLED", "interrupted; a job that had begun keeps what it saved")},
+            exit_code=STOPPED,
+        )
     except Exception as error:
         traceback.print_exc()
         answer = Answer({"error": _described("INTERNAL", f"{type(error).__name__}: {error}")}, exit_code=INTERNAL)
@@ -64,6 +72,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     output.write(answer, as_json)
     return answer.exit_code
+
+
+def _refuse_not_built(tokens: Sequence[str]) -> None:
+    words = [token for token in tokens if not token.startswith("-")]
+    for name in NOT_BUILT:
+        if words[: len(name.split())] == name.split():
+            raise ConfigError(f"`lab {name}` is not built in this version", hint="see lab --help", code="NOT_BUILT")
 
 
 def _described(code: str, message: str) -> dict[str, str | None]:
@@ -76,12 +91,14 @@ class JobOptions:
 
     Attributes:
         config: TOML, YAML or JSON file with the job's fields; flags override it.
+        endpoint: Lab server to submit to; not possible in this version, so that naming one is refused.
         preview: Validate and count only; start nothing.
         json: Print one JSON document on standard output.
         verbose: Show Prefect's log.
     """
 
     config: Path | None = None
+    endpoint: Annotated[str | None, Parameter(env_var="LAB_ENDPOINT")] = None
     preview: bool = False
     json: bool = False
     verbose: bool = False
@@ -96,6 +113,7 @@ def _job_command(
         options = options or JobOptions()
         request: dict[str, Any] = {}
         try:
+            _refuse_endpoint(options)
             request = merged(
                 read_file(options.config) if options.config else {}, chosen(flags, config_class) if flags else {}
             )
@@ -120,6 +138,16 @@ def _job_command(
         "return": Answer,
     }
     return command
+
+
+def _refuse_endpoint(options: JobOptions) -> None:
+    """A job that was meant for another machine must not run on this one."""
+    if options.endpoint:
+        raise ConfigError(
+            f"{options.endpoint!r}: submitting to an endpoint is not possible in this version",
+            field="endpoint",
+            hint="leave out --endpoint and unset LAB_ENDPOINT to run here",
+        )
 
 
 def _with_items(document: dict[str, Any]) -> dict[str, Any]:

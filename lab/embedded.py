@@ -14,6 +14,7 @@ from typing import Any
 from grpo_core.config import Config
 from grpo_core.errors import LabError
 from grpo_core.home import lab_home
+from grpo_core.progress import StopNow
 from lab import home
 from lab.progress import TerminalProgress
 
@@ -82,10 +83,12 @@ def _quiet_prefect() -> None:
 
 
 def _said_once(record: logging.LogRecord) -> bool:
-    """Whether a log line belongs on the terminal: how a job ends is said by the door, not by the engine too."""
+    """Whether a log line belongs on the terminal: the door itself shows notices, and how a job ends."""
+    if getattr(record, "notice", False):
+        return False
     if record.name.startswith("prefect.flow_runs"):
         return record.levelno < logging.ERROR
     if record.name.startswith("prefect.task_runs") and record.levelno >= logging.ERROR:
         error = record.exc_info[1] if record.exc_info else None
-        return error is not None and not isinstance(error, LabError)
+        return error is not None and not isinstance(error, LabError | StopNow)
     return True

@@ -22,7 +22,7 @@ from rich.text import Text
 from grpo_core.progress import Event, Notice, StepEvent, StopReason
 
 LINE_EVERY_S = 15.0
-SHOWN = ("loss", "reward", "mean_reward")
+SHOWN = ("loss", "reward", "eval/reward")
 
 
 class _Rate(ProgressColumn):
@@ -36,7 +36,7 @@ class TerminalProgress:
     """A monitor that shows each stage's step, rate, last values and the time left.
 
     On a terminal it is a live display, to be used as a context manager; elsewhere lines are printed at
-    most every `line_every_s` seconds, and at a stage's first and last step.
+    most every `line_every_s` seconds, and at a stage's first, last and validated steps.
     """
 
     def __init__(self, console: Console | None = None, line_every_s: float = LINE_EVERY_S):
@@ -69,7 +69,7 @@ class TerminalProgress:
     def emit(self, event: Event) -> None:
         """Show an event."""
         if isinstance(event, Notice):
-            self._console.print(Text(f"{event.level}: {event.message}"))
+            self._say(f"{event.level}: {event.message}")
         elif self._console.is_terminal:
             self._advance(event)
         else:
@@ -79,16 +79,22 @@ class TerminalProgress:
         return None
 
     def _advance(self, event: StepEvent) -> None:
-        if event.step == 1 or event.stage not in self._stages:  # an evaluation may come several times
+        if event.stage not in self._stages:
             self._stages[event.stage] = self._display.add_task(event.stage, total=event.total, values="")
+        elif event.step == 1:  # an evaluation within training comes several times
+            self._display.reset(self._stages[event.stage])
         self._display.update(self._stages[event.stage], completed=event.step, total=event.total, values=_values(event))
 
     def _print(self, event: StepEvent) -> None:
         now = time.monotonic()
-        if event.stage == self._stage and event.step < event.total and now - self._printed_at < self._line_every_s:
+        rare = event.stage != self._stage or event.step == event.total or "eval/reward" in event.metrics
+        if not rare and now - self._printed_at < self._line_every_s:
             return
         self._stage, self._printed_at = event.stage, now
-        self._console.print(Text(f"{event.stage} {event.step}/{event.total} {_values(event)}".rstrip()))
+        self._say(f"{event.stage} {event.step}/{event.total} {_values(event)}".rstrip())
+
+    def _say(self, line: str) -> None:
+        self._console.print(Text(line), soft_wrap=True)
 
 
 def _values(event: StepEvent) -> str:

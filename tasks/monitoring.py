@@ -102,7 +102,10 @@ class Named:
 
 
 class RunLog:
-    """Writes notices and steps to the log of the Prefect run."""
+    """Writes notices and steps to the log of the Prefect run.
+
+    Records of notices carry ``notice``, so that a terminal that shows notices anyway can leave them out.
+    """
 
     def __init__(self) -> None:
         try:
@@ -115,7 +118,8 @@ class RunLog:
             values = "".join(f" {name} {event.metrics[name]:.4g}" for name in LOGGED if name in event.metrics)
             self._log.info("%s %d/%d%s", event.stage, event.step, event.total, values)
         else:
-            self._log.log(logging.WARNING if event.level == "warning" else logging.INFO, event.message)
+            level = logging.WARNING if event.level == "warning" else logging.INFO
+            self._log.log(level, event.message, extra={"notice": True})
 
     def stop_requested(self) -> StopReason | None:
         return None

@@ -156,5 +156,6 @@ def letters(monkeypatch: pytest.MonkeyPatch) -> str:
     chosen = {"letters": Letters}
     lookup = lambda name: chosen.get(name) or known(name)  # noqa: E731
     monkeypatch.setattr(registry, "environment_class", lookup)
-    monkeypatch.setattr("grpo_core.config.environment_class", lookup)
+    for module in ("grpo_core.config", "grpo_core.compute.preview"):
+        monkeypatch.setattr(f"{module}.environment_class", lookup)
     return "letters"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -11,12 +12,16 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import pytest
+from rich.console import Console
 
 from grpo_core.compute import preview as planning
 from grpo_core.config import Config, EvalConfig, GRPOConfig, PipelineConfig, SFTConfig
 from grpo_core.errors import ConfigError, NotFoundError
+from grpo_core.progress import Notice, StepEvent
 from lab import __version__, cli, embedded
 from lab.options import chosen, flags_of, merged, read_file
+from lab.progress import TerminalProgress
+from tasks.places import located
 
 CONFIGS = sorted((Path(__file__).parents[1] / "deployments" / "configs").iterdir())
 
@@ -150,7 +155,11 @@ EVAL = ("eval", "rl", "-f", "smollm2-135m")
         ((*EVAL, "--tasks", "0"), 2, {"code": "CONFIG_INVALID", "field": "num_tasks"}),
         ((*EVAL, "--env", "colour=red"), 2, {"code": "CONFIG_INVALID", "field": "environment_options.colour"}),
         ((*EVAL, "--environment", "chess"), 2, {"code": "UNKNOWN_ENVIRONMENT", "field": "environment"}),
-        ((*EVAL, "--compute-offer", "h100"), 2, {"code": "CONFIG_INVALID", "field": "compute.offer"}),
+        ((*EVAL, "--compute-offer", "h100"), 3, {"code": "OFFER_NOT_FOUND", "field": "compute.offer"}),
+        ((*EVAL, "--endpoint", "http://lab"), 2, {"code": "CONFIG_INVALID", "field": "endpoint"}),
+        (("register", "--name", "x"), 2, {"code": "NOT_BUILT"}),
+        (("jobs", "list"), 2, {"code": "NOT_BUILT"}),
+        (("train", "d2l", "-f", "smollm2-135m"), 2, {"code": "NOT_BUILT"}),
         ((*EVAL, "--policy", "peft-lora", "-c", "sft-1-00000000"), 4, {"code": "NOT_FOUND", "field": "checkpoint_dir"}),
         ((*EVAL, "--config", "nothing.toml"), 4, {"code": "NOT_FOUND", "field": "config"}),
         (("lift", "nothing.json", "nothing.json"), 4, {"code": "NOT_FOUND"}),
@@ -167,6 +176,49 @@ def test_a_refusal_is_one_document_or_one_line(
     assert (got, out, err.count("\n")) == (code, "", 1)
     assert err.startswith("error: ") and document["message"] in err
     assert started == []
+
+
+@pytest.mark.parametrize(
+    ("command", "flags"), [("train sft", "-f smollm2-135m"), ("pipeline run", "-f smollm2-135m"), ("eval rl", "")]
+)
+def test_a_job_for_an_endpoint_is_never_run_here(
+    capfd: pytest.CaptureFixture[str],
+    started: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+    flags: str,
+) -> None:
+    monkeypatch.setenv("LAB_ENDPOINT", "http://lab.example")
+    code, _, err = lab(capfd, *command.split(), *flags.split())
+    assert (code, started) == (2, [])
+    assert err.startswith("error: endpoint: 'http://lab.example': submitting to an endpoint is not possible")
+    code, out, _ = lab(capfd, *command.split(), *flags.split(), "--preview", "--json")
+    assert (code, json.loads(out)["blockers"][0]["field"]) == (3, "endpoint")
+
+
+def test_no_command_that_is_not_built_is_offered(capfd: pytest.CaptureFixture[str]) -> None:
+    offered = {" ".join((*prefix, name)) for prefix, app in [((), cli.app), (("train",), cli.train)] for name in app}
+    assert offered & set(cli.NOT_BUILT) == set()
+    assert {"train", "train rl", "lift"} <= offered
+
+
+def test_a_users_own_files_are_found_from_the_current_directory(
+    capfd: pytest.CaptureFixture[str],
+    started: list[tuple[str, Config]],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "examples.jsonl"
+    file.write_text("{}\n")
+    base = ("-f", "smollm2-135m")
+    assert lab(capfd, "train", "sft", *base, "--dataset", file.name)[0] == 0
+    assert lab(capfd, "pipeline", "run", *base, "--sft.dataset", file.name, "--json")[0] == 0
+    assert lab(capfd, "train", "sft", *base, "--dataset", file.as_uri())[0] == 0
+    (_, alone), (_, section), (_, by_url) = started
+    assert isinstance(alone, SFTConfig) and isinstance(section, PipelineConfig) and isinstance(by_url, SFTConfig)
+    assert (alone.dataset, section.sft.dataset, by_url.dataset) == (str(file), str(file), file.as_uri())
+    assert located(SFTConfig.model_construct(model_dir="weights")).model_dir == str(tmp_path / "weights")
 
 
 def test_a_device_that_is_not_there_is_refused_before_anything_starts(
@@ -229,7 +281,31 @@ def test_an_interrupt_before_a_job_runs_leaves_no_traceback(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(embedded, "run", interrupted)
-    assert lab(capfd, "train", "sft", "-f", "smollm2-135m") == (130, "", "error: stopped before anything was kept\n")
+    assert lab(capfd, "train", "sft", "-f", "smollm2-135m") == (
+        130,
+        "",
+        "error: interrupted; a job that had begun keeps what it saved\n",
+    )
+
+
+def test_progress_without_a_terminal_is_a_few_whole_lines() -> None:
+    progress = TerminalProgress(Console(file=(out := io.StringIO()), width=20))
+    for event in (
+        StepEvent("rl", 1, 9, {"loss": 0.5, "reward": 0.25}),
+        StepEvent("rl", 2, 9, {"loss": 0.5, "reward": 0.25}),  # too soon after the first
+        StepEvent("rl", 2, 9, {"eval/reward": 0.75}),
+        Notice("warning", "a message that is longer than the console is wide"),
+        StepEvent("eval-base", 1, 2, {"problems": 16.0}),
+        StepEvent("eval-base", 2, 2, {"problems": 20.0}),
+    ):
+        progress.emit(event)
+    assert out.getvalue().splitlines() == [
+        "rl 1/9 loss 0.5 reward 0.25",
+        "rl 2/9 eval/reward 0.75",
+        "warning: a message that is longer than the console is wide",
+        "eval-base 1/2",
+        "eval-base 2/2",
+    ]
 
 
 def test_environments_are_listed_with_their_options(capfd: pytest.CaptureFixture[str]) -> None:
@@ -278,14 +354,25 @@ def test_the_command_answers_from_a_shell() -> None:
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, __version__, "")
 
 
-CTRL_C = """
-import os, signal, sys
+ENDINGS = {
+    # As a terminal does: to every process of its group, the embedded API included.
+    "ctrl-c": "os.killpg(0, signal.SIGINT)",
+    "failed": 'raise TrainingFailed("the loss is nan", code="NON_FINITE")',
+    "terminated": "os.kill(os.getpid(), signal.SIGTERM)",
+}
+LAB = """
+import io, json, os, signal, sys
+from contextlib import redirect_stdout
 import grpo_core.sft
+from grpo_core.errors import TrainingFailed
 from grpo_core.results import TrainingResult
+from lab.cli import main
+
+endings = json.loads(sys.argv[1])
 
 def train(config, monitor):
     print("training")
-    os.killpg(0, signal.SIGINT)  # what a terminal does to every process of its group, the embedded API included
+    exec(endings[name])
     while not (reason := monitor.stop_requested()):
         pass
     return TrainingResult(
@@ -294,29 +381,59 @@ def train(config, monitor):
     )
 
 grpo_core.sft.train_sft = train
-from lab.cli import main
-sys.exit(main(["train", "sft", "-f", "smollm2-135m", "--json"]))
+for name in endings:
+    with redirect_stdout(io.StringIO()) as out:
+        code = main(["train", "sft", "-f", "smollm2-135m", "--json"])
+    print(json.dumps([code, json.loads(out.getvalue())]))
+    print("====", file=sys.stderr)
+sys.exit(code)
 """
 
 
-def test_ctrl_c_saves_says_so_and_exits_130(home: Path) -> None:
+@pytest.fixture(scope="module")
+def real_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("real-home")
+
+
+@pytest.fixture(scope="module")
+def ended(real_home: Path) -> dict[str, tuple[int, dict[str, Any], str]]:
+    """Exit code, document and standard error of jobs that end in different ways, in one real process."""
+    outside = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_"))}
     done = subprocess.run(
-        [sys.executable, "-c", CTRL_C],
+        [sys.executable, "-c", LAB, json.dumps(ENDINGS)],
         capture_output=True,
         text=True,
         check=False,
         start_new_session=True,
-        env={name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_"))},
+        env={**outside, "LAB_HOME": str(real_home)},
     )
     assert done.returncode == 130, done.stderr
-    document = json.loads(done.stdout)
-    assert (document["status"], document["stop_reason"], document["partial"], document["steps"]) == (
-        "cancelled",
-        "cancelled",
-        True,
-        3,
-    )
-    assert document["checkpoint_dir"] == str(home / "artifacts" / document["job_id"])
-    assert "Traceback" not in done.stderr
-    assert "training" in done.stderr
-    assert {"artifacts", "mlflow", "prefect"} <= {path.name for path in home.iterdir()}
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    messages = done.stderr.split("====\n")
+    return {
+        name: (code, document, err) for name, (code, document), err in zip(ENDINGS, answers, messages[:-1], strict=True)
+    }
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_no_traceback_reaches_the_terminal(ended: dict[str, tuple[int, dict[str, Any], str]], ending: str) -> None:
+    _, _, err = ended[ending]
+    assert "training" in err  # what the job prints is there
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("ending", ["ctrl-c", "terminated"])
+def test_a_signal_saves_says_so_and_exits_130(
+    ended: dict[str, tuple[int, dict[str, Any], str]], real_home: Path, ending: str
+) -> None:
+    code, document, err = ended[ending]
+    facts = [document[name] for name in ("status", "stop_reason", "partial", "steps")]
+    assert (code, facts) == (130, ["cancelled", "cancelled", True, 3])
+    assert document["checkpoint_dir"] == str(real_home / "artifacts" / document["job_id"])
+    assert err.count("stopping: what is finished is saved first") == 1
+    assert {"artifacts", "mlflow", "prefect"} <= {path.name for path in real_home.iterdir()}
+
+
+def test_a_failure_on_purpose_is_one_error(ended: dict[str, tuple[int, dict[str, Any], str]]) -> None:
+    code, document, _ = ended["failed"]
+    assert (code, document["error"]["code"], document["error"]["message"]) == (1, "NON_FINITE", "the loss is nan")

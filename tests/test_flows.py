@@ -6,6 +6,8 @@ import inspect
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,13 +24,14 @@ import grpo_core.sft
 import tasks.training
 from flows.eval_rl import eval_rl
 from flows.pipeline import pipeline
+from flows.stopping import Interrupts
 from flows.train_rl import train_rl
 from flows.train_sft import train_sft
 from grpo_core.config import Config, EvalConfig, GRPOConfig, PipelineConfig, SFTConfig
 from grpo_core.errors import ConfigError, NotFoundError, TrainingFailed
 from grpo_core.progress import Monitor, Monitors, StepEvent, StopNow, StopReason
 from grpo_core.results import EvaluationResult, ItemResult, TrainingResult
-from tasks.monitoring import watching
+from tasks.monitoring import StopFlag, watching
 
 FLOWS = [pipeline, train_sft, train_rl, eval_rl]
 SFT = SFTConfig(family="smollm2-135m")
@@ -61,11 +64,12 @@ def core(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return run
 
-    def evaluate(config: EvalConfig, output_dir: str, monitor: Monitor) -> EvaluationResult:
+    def evaluate(config: EvalConfig, output_dir: str, monitor: Monitor, job_id: str) -> EvaluationResult:
         name = Path(output_dir).name if Path(output_dir).parent.name == "eval" else "alone"
         calls.append(f"eval {name}")
         # The base answers none of 8 problems, the warm start half, the policy all.
-        result = evaluated(config, passing={"base": 0, "warm_start": 4}.get(name, 8))
+        monitor.emit(StepEvent("eval", 1, 1, {"problems": 8.0}))
+        result = evaluated(config, job_id, passing={"base": 0, "warm_start": 4}.get(name, 8))
         Path(output_dir).mkdir(parents=True, exist_ok=True)
         (Path(output_dir) / "evaluation.json").write_text(result.model_dump_json())
         return result
@@ -84,14 +88,14 @@ def trained(kind: Any, checkpoint_dir: str, stopped: StopReason | None = None) -
         checkpoint_dir=checkpoint_dir,
         partial=stopped is not None,
         steps=1,
-        metrics={"loss": 1.0},
+        metrics={"loss": 1.0, "eval/reward": 0.25},
         digest=f"digest of {kind}",
         initial_digest="initial",
         duration_s=0.1,
     )
 
 
-def evaluated(config: EvalConfig, passing: int) -> EvaluationResult:
+def evaluated(config: EvalConfig, job_id: str, passing: int) -> EvaluationResult:
     def item(index: int) -> ItemResult:
         right = index < passing
         return ItemResult(
@@ -109,6 +113,7 @@ def evaluated(config: EvalConfig, passing: int) -> EvaluationResult:
 
     share = passing / 8
     return EvaluationResult(
+        job_id=job_id,
         family=config.family,
         environment=config.environment,
         policy=config.policy,
@@ -145,6 +150,7 @@ def test_a_pipeline_chains_its_stages_and_keeps_everything(lab_home: Path, core:
     assert result["evaluations"]["policy"]["checkpoint_dir"] == f"{folder}/rl"
     assert result["evaluations"]["base"]["checkpoint_dir"] is None
     assert all("per_task" not in each for each in result["evaluations"].values())
+    assert {each["job_id"] for each in result["evaluations"].values()} == {result["job_id"]}
     # 0 of 8, then 4 of 8, then 8 of 8: the policy fixed all of the base's and half of the warm start's.
     assert (len(result["lift"]["fixed"]), len(result["rl_lift"]["fixed"])) == (8, 4)
     assert result["lift"]["verdict"] == "improved"
@@ -162,7 +168,8 @@ def test_a_pipelines_runs_are_nested_in_mlflow(lab_home: Path, core: list[str], 
     stages = {child.data.tags["stage"]: child for child in children}
     assert sorted(stages) == ["eval-base", "eval-policy", "eval-warm_start", "rl", "sft"]
     assert {run.info.status for run in (parent, *children)} == {"FINISHED"}
-    assert stages["rl"].data.metrics == {"loss": 1.0, "reward": 0.5}
+    # The step's own, and what only the result holds.
+    assert stages["rl"].data.metrics == {"loss": 1.0, "reward": 0.5, "eval/reward": 0.25}
     assert stages["rl"].data.tags["digest"] == "digest of rl"
     assert stages["eval-policy"].data.metrics["pass_rate"] == 1.0
     assert parent.data.metrics["lift/pass_rate"] == 1.0
@@ -180,12 +187,13 @@ def test_an_evaluation_alone_keeps_its_items_in_a_file(lab_home: Path, core: lis
     assert len(json.loads(Path(result["url"]).read_text())["per_task"]) == 8
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_lets_the_stage_save_and_ends_the_pipeline(
-    lab_home: Path, core: list[str], store: str, monkeypatch: pytest.MonkeyPatch
+    lab_home: Path, core: list[str], store: str, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
     def interrupted(config: GRPOConfig, monitor: Monitor) -> TrainingResult:
         core.append("rl")
-        os.kill(os.getpid(), signal.SIGINT)  # as Ctrl-C does: the main thread hears it, this one goes on
+        os.kill(os.getpid(), number)  # the main thread hears it, this one goes on
         while not (reason := monitor.stop_requested()):
             pass
         assert config.checkpoint_dir is not None
@@ -206,6 +214,67 @@ def test_an_interrupt_lets_the_stage_save_and_ends_the_pipeline(
     assert stored is not None and stored.is_cancelled() and stored.message == state.message
 
 
+@pytest.fixture
+def ends_as_it_is_stopped(core: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """An SFT stage that hears of a stop when its last step is done already."""
+    train = grpo_core.sft.train_sft
+
+    def last_moment(config: SFTConfig, monitor: Monitor) -> TrainingResult:
+        result = train(config, monitor)
+        os.kill(os.getpid(), signal.SIGINT)
+        while not monitor.stop_requested():
+            pass
+        return result
+
+    monkeypatch.setattr(grpo_core.sft, "train_sft", last_moment)
+
+
+@pytest.mark.usefixtures("ends_as_it_is_stopped")
+def test_a_stop_in_a_stages_last_moment_keeps_what_is_complete(lab_home: Path, core: list[str]) -> None:
+    alone = train_sft(SFT)
+    assert (alone["status"], Path(alone["checkpoint_dir"]).name) == ("completed", alone["job_id"])
+    core.clear()
+    state = pipeline(PIPELINE, return_state=True)
+    result = state.result(raise_on_failure=False)
+    assert state.is_cancelled() and core == ["sft"]
+    assert (result["stop_reason"], result["sft"]["status"], result["rl"]) == ("cancelled", "completed", None)
+
+
+def test_one_wish_sent_twice_is_one_wish_and_an_ignored_signal_stays_ignored() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with Interrupts(twice := StopFlag()):
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)  # as wrappers do
+    assert twice.stop_requested() is StopReason.CANCELLED
+    assert signal.getsignal(signal.SIGINT) is before
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        with Interrupts(ignored := StopFlag()):
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert ignored.stop_requested() is None
+
+
+INTERRUPTED_AGAIN = """
+import signal
+from flows import stopping
+from tasks.monitoring import StopFlag
+
+stopping.SAME_WISH_S = -1
+with stopping.Interrupts(StopFlag()):
+    signal.raise_signal(signal.SIGINT)
+    print("still here", flush=True)
+    signal.raise_signal(signal.SIGINT)
+    print("not any more", flush=True)
+"""
+
+
+def test_a_second_interrupt_ends_the_process_at_once() -> None:
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED_AGAIN], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (-signal.SIGINT, "still here\n")
+
+
 def test_the_time_ceiling_is_the_jobs(lab_home: Path, core: list[str]) -> None:
     hurried = PIPELINE.model_copy(update={"compute": PIPELINE.compute.model_copy(update={"max_duration_hours": 1e-9})})
     state = pipeline(hurried, return_state=True)
@@ -215,7 +284,7 @@ def test_the_time_ceiling_is_the_jobs(lab_home: Path, core: list[str]) -> None:
 
 
 def test_a_stopped_evaluation_cancels_its_job(lab_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def stopped(*_: object) -> EvaluationResult:
+    def stopped(*_: object, **__: object) -> EvaluationResult:
         raise StopNow(StopReason.TIME_CEILING)
 
     monkeypatch.setattr(grpo_core.evaluation, "evaluate", stopped)
@@ -265,6 +334,20 @@ def test_an_error_raised_on_purpose_is_not(lab_home: Path, monkeypatch: pytest.M
     assert document["stop_reason"] == ("no_signal" if isinstance(error, TrainingFailed) else None)
 
 
+@pytest.mark.usefixtures("no_delay")
+def test_a_stop_is_never_tried_again(lab_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def stopping(*_: object) -> TrainingResult:
+        calls.append(1)
+        raise StopNow(StopReason.CANCELLED)
+
+    monkeypatch.setattr(grpo_core.sft, "train_sft", stopping)
+    with pytest.raises(StopNow):
+        train_sft(SFT)
+    assert calls == [1]
+
+
 def test_a_missing_input_is_refused_before_any_stage(lab_home: Path, core: list[str]) -> None:
     with pytest.raises(NotFoundError):
         train_rl(RL.model_copy(update={"init_checkpoint_dir": "sft-1-00000000"}))
@@ -289,8 +372,9 @@ def test_a_door_watches_and_cannot_hurt(lab_home: Path, core: list[str]) -> None
             raise RuntimeError("display is gone")
 
     with watching(Broken(), Recorder()):
-        assert train_sft(SFT)["status"] == "completed"
-    assert [(event.stage, event.step) for event in events] == [("sft", 1)]
+        assert pipeline(PIPELINE)["status"] == "completed"
+    # The evaluations are told apart.
+    assert [event.stage for event in events] == ["sft", "rl", "eval-base", "eval-warm_start", "eval-policy"]
 
 
 @pytest.mark.parametrize("flow", FLOWS, ids=lambda flow: flow.name)

@@ -88,7 +88,13 @@ def test_first_line_of_an_improvement():
     # 6 of 8 fixed, none broken: p = 2/64.
     line = first_line(pipeline_report("00000011", "01111111", "11111111"))
     assert line.startswith("The policy is better than the base model: pass rate 25.0 % → 100.0 % on 8 problems (+75.0")
-    assert line.endswith("p = 0.0312).")
+    # RL itself: 1 of 8 fixed, none broken, which 8 problems cannot show
+    assert "p = 0.0312). What RL itself gave is not established: pass rate 87.5 % → 100.0 %" in line
+
+
+def test_first_line_says_what_rl_gave():
+    line = first_line(pipeline_report("00000000", "00000011", "11111111"))
+    assert "RL itself made the SFT model better: pass rate 25.0 % → 100.0 % (+75.0 points" in line
 
 
 def test_first_line_of_a_regression():

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo_core.errors import CheckpointError, ConfigError
+from grpo_core.checkpoints import policy_folder
+from grpo_core.errors import CheckpointCorrupt, CheckpointError, ConfigError
 from grpo_core.models import BaseModel, load_base_model
 from grpo_core.policies.adapters import NO_ADAPTER, AdapterBatch, applied, wrap_linear_layers
 from grpo_core.policies.base import tensors_digest
@@ -143,10 +144,34 @@ def test_adapter_of_another_model_is_refused(base: BaseModel, tmp_path: Path) ->
         PeftLoraPolicy.load(base, tmp_path)
     del tensors[name]
     save_file(tensors, path)
-    with pytest.raises(CheckpointError, match="other tensors than this model's layers"):
+    with pytest.raises(CheckpointError, match="its tensors are not those of this model's layers"):
         PeftLoraPolicy.load(base, tmp_path)
 
 
 def test_layers_that_are_not_there_are_refused(base: BaseModel) -> None:
     with pytest.raises(ConfigError, match="no linear layers named"):
         wrap_linear_layers(base.model, ["q_proj", "query"])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "error", "said"),
+    [
+        ("adapter_config.json", b"{", CheckpointError, "is no PEFT LoRA config: JSONDecodeError"),
+        ("adapter_config.json", b"[]", CheckpointError, "is no PEFT LoRA config: TypeError"),
+        ("adapter_config.json", b'{"peft_type": "LORA"}', CheckpointError, "KeyError: 'r'"),
+        ("adapter_config.json", None, CheckpointError, "there is no adapter_config.json"),
+        ("adapter_model.safetensors", b"cut", CheckpointCorrupt, "cannot be read"),
+        ("adapter_model.safetensors", None, CheckpointError, "there is no adapter_model.safetensors"),
+    ],
+)
+def test_broken_adapter_directory_is_named_with_its_url_and_field(
+    base: BaseModel, tmp_path: Path, name: str, content: bytes | None, error: type[CheckpointError], said: str
+) -> None:
+    random_policy(base, 1).save(tmp_path)
+    (tmp_path / name).unlink()
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(error) as refused, policy_folder(str(tmp_path), "init_adapter_dir") as folder:
+        PeftLoraPolicy.load(base, folder)
+    assert str(refused.value).startswith(f"init_adapter_dir: {tmp_path}: ") and said in refused.value.message
+    assert refused.value.exit_code == (1 if error is CheckpointCorrupt else 2)

@@ -8,7 +8,7 @@ import pytest
 
 from grpo_core.compute import preview as planning
 from grpo_core.config import EvalConfig, GRPOConfig, PipelineConfig, SFTConfig
-from grpo_core.errors import ConfigError, NotFoundError
+from grpo_core.errors import AdmissionRefused, ConfigError, NotFoundError
 from grpo_core.lift import smallest_detectable_lift
 
 
@@ -43,10 +43,16 @@ def test_a_datasets_steps_are_unknown() -> None:
 
 
 def test_validation_during_training_is_counted() -> None:
-    settings = {"prompts": 40, "prompts_per_step": 4, "group_size": 2, "eval_every": 3, "eval_prompts": 6}
-    plan = planning.preview(GRPOConfig.parse({"family": "smollm2-135m", "policy": "peft-lora", **settings}))
-    # 10 steps hold 3 evaluations of 6 prompts.
-    assert plan.estimate is not None and plan.estimate.prompts == 40 + 18
+    settings = {"prompts": 40, "prompts_per_step": 4, "group_size": 2, "eval_prompts": 6}
+
+    def prompts(eval_every: int) -> int:
+        job = {"family": "smollm2-135m", "policy": "peft-lora", **settings, "eval_every": eval_every}
+        estimate = planning.preview(GRPOConfig.parse(job)).estimate
+        assert estimate is not None
+        return estimate.prompts
+
+    # 10 steps are evaluated on 6 prompts at 0, 3, 6, 9 and 10; at 0, 5 and 10; at 0 and 10.
+    assert [prompts(every) for every in (3, 5, 99)] == [40 + 5 * 6, 40 + 3 * 6, 40 + 2 * 6]
 
 
 def test_too_few_problems_are_warned_about_with_their_number() -> None:
@@ -77,6 +83,18 @@ def test_a_device_that_is_not_there_is_refused_and_is_a_blocker(
     plan = planning.preview(config)
     assert not plan.launchable
     assert [(blocker.code, blocker.field) for blocker in plan.blockers] == [("DEVICE_MISSING", "device")]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("offer", "h100"), ("region", "eu"), ("gpus", 2), ("spot", True), ("provider", "acme")]
+)
+def test_another_machine_is_refused_and_is_a_blocker(name: str, value: object) -> None:
+    config = pipeline_config(compute={name: value, "max_cost_gbp": 1.0})
+    with pytest.raises(AdmissionRefused) as refusal:
+        planning.admit(config)
+    assert refusal.value.exit_code == 3
+    (blocker,) = planning.preview(config).blockers
+    assert (blocker.code, blocker.field) == ("OFFER_NOT_FOUND", f"compute.{name}")
 
 
 def test_an_input_that_does_not_exist_is_named(tmp_path: Path) -> None:

@@ -91,11 +91,46 @@ def test_a_stage_tried_again_goes_on_in_its_run(client: MlflowClient) -> None:
     assert [(row["step"], row["problem"]) for row in rows] == [(1, "p1"), (2, "p2"), (3, "p3"), (4, "p4")]
 
 
+def test_a_point_is_logged_once_for_each_metric(client: MlflowClient) -> None:
+    first = open_run("rl", "job-points")
+    for event in (step(0, **{"eval/reward": 0.25}), step(1), step(2)):
+        first.emit(event)
+    first.close("FAILED")
+    second = open_run("rl", "job-points")
+    # Resumed after step 1: the first validation comes again, a late one of step 2 only now.
+    for event in (step(0, **{"eval/reward": 0.25}), step(2), step(2, **{"eval/reward": 0.5}), step(3)):
+        second.emit(event)
+    second.record(metrics={"reward": 3 / 500, "eval/reward": 0.75}, tags={}, documents={}, step=3)
+    second.close("FINISHED")
+    assert points(client, second, "eval/reward") == [(0, 0.25), (2, 0.5), (3, 0.75)]
+    assert points(client, second, "reward") == [(1, 1 / 500), (2, 2 / 500), (3, 3 / 500)]
+
+
+def test_what_waits_for_a_store_is_bounded_and_the_rest_is_counted(
+    client: MlflowClient, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tracking, "_KEPT", 5)
+    run = open_run("rl", "job-bounded")
+    for number in range(1, 5):
+        run.emit(step(number))
+    run.close("FINISHED")
+    # 4 steps are 12 points and 4 completions: room for 5 points, so 7 are lost.
+    assert "7 points and completions of rl were not sent to MLflow" in caplog.text
+    assert points(client, run, "loss") == [(1, 1.0), (2, 1.0)]
+
+
+def test_a_runs_page_is_named_without_asking_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tracking.TrackedRun(None, "run-1", "7", "pipeline", NEVER)
+    assert run.link is None  # a file store has no pages
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9/")  # nothing answers there
+    assert run.link == "http://127.0.0.1:9/#/experiments/7/runs/run-1"
+
+
 def test_a_stage_is_nested_and_its_config_flat(client: MlflowClient) -> None:
     parent = open_run("pipeline", "job-nested")
     config = {"lr": 0.1, "model_dir": None, "compute": {"spot": False}, "environment_options": {"text": "x" * 7000}}
     child = open_run("eval-base", "job-nested", parent=parent.id, params=config)
-    child.emit(StepEvent("eval", 1, 1, {"reward": 0.5}))
+    child.emit(StepEvent("eval-base", 1, 1, {"reward": 0.5}))
     child.record(metrics={"pass@1": 0.5}, tags={"settings_hash": "abc"}, documents={"a.json": {"x": 1}, "b.md": "# b"})
     child.close("FINISHED")
     parent.close("FINISHED")
@@ -107,10 +142,11 @@ def test_a_stage_is_nested_and_its_config_flat(client: MlflowClient) -> None:
     assert sorted(item.path for item in client.list_artifacts(str(child.id))) == ["a.json", "b.md"]
 
 
-def test_an_evaluation_within_training_keeps_its_own_names(client: MlflowClient) -> None:
+def test_the_progress_of_an_evaluation_within_training_is_no_metric(client: MlflowClient) -> None:
     run = open_run("rl", "job-inner")
-    run.emit(StepEvent("eval", 1, 1, {"reward": 0.5}))
+    run.emit(StepEvent("eval", 1, 1, {"problems": 16.0}))
     run.emit(Notice("info", "hello"))
+    run.emit(StepEvent("rl", 1, 1, {"eval/reward": 0.5}))
     run.close("FINISHED")
     assert client.get_run(str(run.id)).data.metrics == {"eval/reward": 0.5}
 
@@ -126,7 +162,7 @@ def test_without_a_store_training_goes_on(monkeypatch: pytest.MonkeyPatch, caplo
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "nonsense://nowhere")
     run = open_run("rl", "job-none")
     run.emit(step(1))
-    run.record(metrics={"x": 1.0})
+    run.record(metrics={"x": 1.0}, tags={}, documents={})
     run.close("FINISHED")
     assert run.id is None
     assert "goes on without it" in caplog.text
@@ -143,10 +179,12 @@ def test_a_store_that_dies_is_said_once(
     for method in ("log_batch", "log_text", "set_terminated"):
         monkeypatch.setattr(MlflowClient, method, dead)
     run.emit(step(1))
-    run.record(metrics={"x": 1.0})
+    run.record(metrics={"x": 1.0}, tags={}, documents={})
     run.close("FINISHED")
-    assert [record.message for record in caplog.records if "gone" in record.message] == [
-        "MLflow does not answer (gone); rl goes on, its points may be incomplete"
+    # One step of three values and a completion was still waiting.
+    assert [record.message for record in caplog.records if record.name == "tasks.tracking"] == [
+        "MLflow does not answer (gone); rl goes on, its points may be incomplete",
+        "4 points and completions of rl were not sent to MLflow",
     ]
 
 

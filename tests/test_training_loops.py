@@ -282,6 +282,14 @@ def test_more_prompts_extend_a_finished_run_without_a_gap(grpo: Callable[..., GR
     }  # two groups a step
 
 
+def test_folder_of_another_kind_of_run_is_refused(
+    sft: Callable[..., SFTConfig], grpo: Callable[..., GRPOConfig]
+) -> None:
+    folder = train_sft(sft(), Silent()).checkpoint_dir
+    with pytest.raises(CheckpointConflict, match="holds the checkpoints of a run of kind 'sft', not 'rl'"):
+        train_grpo(grpo(checkpoint_dir=folder), Silent())
+
+
 def test_other_numeric_layout_is_refused(grpo: Callable[..., GRPOConfig], monkeypatch: pytest.MonkeyPatch) -> None:
     train_grpo(grpo(), Recorder(stop_after=1))
     monkeypatch.setattr(training.torch, "get_num_threads", lambda: 64)

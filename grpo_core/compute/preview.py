@@ -19,7 +19,7 @@ import fsspec
 
 from grpo_core.config import EvalConfig, GRPOConfig, PipelineConfig, SFTConfig
 from grpo_core.environments.registry import environment_class
-from grpo_core.errors import ConfigError, LabError, NotFoundError
+from grpo_core.errors import AdmissionRefused, ConfigError, LabError, NotFoundError
 from grpo_core.results import Estimate, Issue, Preview, Statistics
 
 JobConfig = SFTConfig | GRPOConfig | EvalConfig | PipelineConfig
@@ -32,6 +32,7 @@ def admit(config: JobConfig) -> None:
 
     Raises:
         ConfigError: the device is not there.
+        AdmissionRefused: another machine is asked for.
         NotFoundError: a checkpoint or dataset that the config names does not exist.
     """
     for error in _refusals(config):
@@ -103,6 +104,14 @@ def _refusals(config: JobConfig) -> Iterator[LabError]:
         check_device(config.device)
     except ConfigError as error:
         yield error
+    for name in ("offer", "region", "gpus", "spot", "provider"):
+        if value := getattr(config.compute, name):
+            yield AdmissionRefused(
+                f"{value!r}: there are no offers in this version",
+                field=f"compute.{name}",
+                hint="leave it out to run on this machine",
+                code="OFFER_NOT_FOUND",
+            )
     for field, url in _inputs(config).items():
         filesystem, path = fsspec.core.url_to_fs(url)
         if not filesystem.exists(path):
@@ -157,7 +166,8 @@ def _stage_estimates(config: JobConfig) -> Iterator[Estimate]:
                 steps, job.prompts * (1 + job.resample_zero_variance), job.group_size, job.max_new_tokens or 0
             )
             if job.eval_every:
-                yield _counts(0, steps // job.eval_every * job.eval_prompts, 1, job.max_new_tokens or 0)
+                evaluations = len({0, *range(job.eval_every, steps, job.eval_every), steps})
+                yield _counts(0, evaluations * job.eval_prompts, 1, job.max_new_tokens or 0)
         case EvalConfig() as job:
             yield _counts(0, job.num_tasks, job.samples_per_problem, job.max_new_tokens or 0)
 

@@ -13,7 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import ConfigDict
+
+from grpo_core.validation import StrictNumbers
 
 T = TypeVar("T")
 Split = Literal["train", "validation", "eval"]
@@ -49,7 +51,7 @@ class Score:
     parts: Mapping[str, float] = field(default_factory=dict)
 
 
-class EnvironmentOptions(BaseModel):
+class EnvironmentOptions(StrictNumbers):
     """Base of an environment's own options; an unknown option is refused by name."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)

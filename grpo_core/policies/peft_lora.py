@@ -14,18 +14,20 @@ from typing import Any, Literal
 
 import torch
 from peft import LoraConfig
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from grpo_core.chat import Messages, document_and_question
 from grpo_core.environments.base import Problem
-from grpo_core.errors import CheckpointError
+from grpo_core.errors import CheckpointCorrupt, CheckpointError
 from grpo_core.models import BaseModel
 from grpo_core.policies.adapters import NO_ADAPTER, AdapterBatch, wrap_linear_layers
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
 _PREFIX = "base_model.model."
+_PLAIN_LORA = "use a plain LoRA adapter"
 
 # What adapter_config.json may say without changing what a plain LoRA adapter computes. Any other field must be
 # at PEFT's default, so that an option that this project does not know is refused and not ignored.
@@ -151,7 +153,8 @@ class PeftLoraPolicy:
         parameters = self.trainable_parameters()
         if set(stored) != set(parameters):
             odd = sorted(set(stored) ^ set(parameters))
-            raise CheckpointError(f"{folder} has other tensors than this model's layers, for example {odd[0]!r}")
+            message = f"its tensors are not those of this model's layers, for example {odd[0]!r}"
+            raise CheckpointError(message, hint="the adapter belongs to another model")
         with torch.no_grad():
             for name, parameter in parameters.items():
                 if stored[name].shape != parameter.shape:
@@ -166,29 +169,31 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     """The checked ``adapter_config.json`` of a local PEFT adapter directory.
 
     Raises:
-        CheckpointError: it is missing, or asks for something this project does not compute.
+        CheckpointError: it is missing or broken, or asks for something this project does not compute.
     """
     path = folder / CONFIG_FILE
     if not path.is_file():
         raise CheckpointError(
             f"there is no {CONFIG_FILE}", hint="give a PEFT adapter directory or a training run's folder"
         )
-    config = json.loads(path.read_text())
-    if config.get("peft_type") != "LORA":
-        raise CheckpointError(f"{path} is of type {config.get('peft_type')!r}, only LORA can be used")
+    try:
+        config = json.loads(path.read_text())
+        peft_type, rank, alpha, targets = (config[key] for key in ("peft_type", "r", "lora_alpha", "target_modules"))
+    except (ValueError, KeyError, TypeError) as error:
+        message = f"{CONFIG_FILE} is no PEFT LoRA config: {type(error).__name__}: {error}"
+        raise CheckpointError(message, hint=_PLAIN_LORA) from None
+    if peft_type != "LORA":
+        raise CheckpointError(f"{CONFIG_FILE}: peft_type={peft_type!r} is not supported", hint=_PLAIN_LORA)
     defaults = LoraConfig().to_dict()
     for name, value in config.items():
         if name not in _HARMLESS and (value or None) != (defaults.get(name) or None):
-            raise CheckpointError(f"{path}: {name}={value!r} is not supported", hint="use a plain LoRA adapter")
-    targets = config.get("target_modules")
+            raise CheckpointError(f"{CONFIG_FILE}: {name}={value!r} is not supported", hint=_PLAIN_LORA)
     if not isinstance(targets, list) or {"lm_head", "embed_tokens"} & set(targets):
-        raise CheckpointError(
-            f"{path}: target_modules={targets!r} is not supported", hint="list linear layers of the decoder"
-        )
-    if config["r"] < 1 or config["lora_alpha"] <= 0:
-        raise CheckpointError(
-            f"{path}: r={config['r']}, lora_alpha={config['lora_alpha']} would make the adapter do nothing"
-        )
+        hint = "list linear layers of the decoder"
+        raise CheckpointError(f"{CONFIG_FILE}: target_modules={targets!r} is not supported", hint=hint)
+    if not (isinstance(rank, int) and isinstance(alpha, int | float) and rank >= 1 and alpha > 0):
+        message = f"{CONFIG_FILE}: r={rank!r}, lora_alpha={alpha!r} would make the adapter do nothing"
+        raise CheckpointError(message, hint=_PLAIN_LORA)
     return config
 
 
@@ -197,8 +202,12 @@ def read_adapter_tensors(folder: Path) -> dict[str, Tensor]:
 
     Raises:
         CheckpointError: there is no safetensors file.
+        CheckpointCorrupt: it cannot be read.
     """
     path = folder / WEIGHTS_FILE
     if not path.is_file():
-        raise CheckpointError(f"{folder} has no {WEIGHTS_FILE}", hint="other weight formats are not loaded")
-    return {name: tensor.float() for name, tensor in load_file(path).items()}
+        raise CheckpointError(f"there is no {WEIGHTS_FILE}", hint="other weight formats are not loaded")
+    try:
+        return {name: tensor.float() for name, tensor in load_file(path).items()}
+    except SafetensorError as error:
+        raise CheckpointCorrupt(f"{WEIGHTS_FILE} cannot be read: {error}", hint="it was cut off or changed") from None

@@ -15,7 +15,7 @@ from grpo_core.policies.base import tensors_digest
 from grpo_core.policies.peft_lora import PeftLoraPolicy, read_adapter_config, read_adapter_tensors
 
 
-def input_digests(store: CheckpointStore, config: CommonConfig, init: str | None) -> dict[str, str]:
+def input_digests(store: CheckpointStore, config: CommonConfig, init: str | None, init_field: str) -> dict[str, str]:
     """Digests of the base weights and of the initial adapter, which the config only names.
 
     A run that has begun needs its initial adapter no more: where that is gone, what was recorded stands.
@@ -26,7 +26,7 @@ def input_digests(store: CheckpointStore, config: CommonConfig, init: str | None
     digests = {"weights": weights_fingerprint(weights_source(config.family, config.model_dir))}
     if init is not None:
         try:
-            with policy_folder(init) as folder:
+            with policy_folder(init, init_field) as folder:
                 digests["initial adapter"] = tensors_digest(read_adapter_tensors(folder))
         except NotFoundError:
             if (begun := store.latest()) is None:
@@ -57,7 +57,7 @@ def start_policy(
             return PeftLoraPolicy.load(base, folder)
     if init is None:
         return PeftLoraPolicy.create(base, rank, alpha, seed)
-    with policy_folder(init) as folder:
+    with policy_folder(init, init_field) as folder:
         config = read_adapter_config(folder)
         for field, wanted, stored in (("lora_rank", rank, config["r"]), ("lora_alpha", alpha, config["lora_alpha"])):
             if wanted is not None and wanted != stored:

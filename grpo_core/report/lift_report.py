@@ -70,9 +70,9 @@ class LiftReport:
         return [first] if self.rl_lift is None else [first, ("warm_start", self.rl_lift)]
 
     def summary(self) -> str:
-        """The verdict in one line; a policy below its own warm start is said there too."""
+        """The verdict in one line, and what RL itself gave or spoiled."""
         sentence = _verdict_sentence(self.lift, _NOUNS[self.columns[0]])
-        return f"{sentence} {_rl_warning(self.rl_lift)}".rstrip() if self.rl_lift else sentence
+        return f"{sentence} {_rl_sentence(self.rl_lift)}" if self.rl_lift else sentence
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON document: evaluations without ``per_task``, lifts, and a handful of examples."""
@@ -142,7 +142,7 @@ def render_table(report: LiftReport) -> Table:
     table.add_section()
     for start, lift in report.comparisons:
         numbers = lift.lift
-        cell = f"{_points(numbers.pass_rate)}, {_points_interval(numbers.ci95)}, {_p(numbers.p_value)}"
+        cell = f"{lift.verdict}: {_points(numbers.pass_rate)}, {_points_interval(numbers.ci95)}, {_p(numbers.p_value)}"
         blanks = [""] * (len(report.columns) - 1)
         table.add_row(f"pass-rate lift, {_arrow(start)}", *blanks, cell)
     return table
@@ -189,8 +189,8 @@ def _verdict_sentence(lift: LiftResult, baseline: str) -> str:
             )
 
 
-def _rl_warning(rl_lift: LiftResult) -> str:
-    """What to say when the policy is below the warm start that RL began from, else nothing."""
+def _rl_sentence(rl_lift: LiftResult) -> str:
+    """What became of the warm start that RL began from."""
     start, end, lift = rl_lift.baseline, rl_lift.policy, rl_lift.lift
     numbers = (
         f"pass rate {_percent(start.pass_rate)} → {_percent(end.pass_rate)} "
@@ -205,13 +205,15 @@ def _rl_warning(rl_lift: LiftResult) -> str:
             f"The SFT model's mean reward was higher before RL: {start.mean_reward:.3f} → {end.mean_reward:.3f} "
             f"({lift.mean_reward:+.3f}, {_p(lift.mean_reward_p_value)})."
         )
-    return ""
+    if rl_lift.verdict == "improved":
+        return f"RL itself made the SFT model better: {numbers}."
+    return f"What RL itself gave is not established: {numbers}."
 
 
 def _score_rows(report: LiftReport) -> list[list[str]]:
     """One row per measure, one cell per evaluation."""
     shown = [report.evaluations[name] for name in report.columns]
-    names = sorted({name for evaluation in shown for name in evaluation.parts})
+    names = sorted({name for evaluation in shown for name in evaluation.parts} - {"truncated"})  # counted below
     return [
         ["pass rate (95 %)", *(f"{_percent(e.pass_rate)} ({_percent_interval(e.pass_rate_ci95)})" for e in shown)],
         ["mean reward", *(f"{e.mean_reward:.3f}" for e in shown)],
@@ -298,18 +300,26 @@ def _failure_section(report: LiftReport) -> list[str]:
 
 
 def _settings_section(report: LiftReport) -> list[str]:
-    facts = {f"{COLUMNS[name]} checkpoint": _checkpoint(report.evaluations[name]) for name in report.columns}
+    facts: dict[str, Any] = {}
+    for name in report.columns:
+        facts[f"{COLUMNS[name]} checkpoint"] = _checkpoint(report.evaluations[name])
     facts |= {str(key): value for key, value in report.context.items()}
     facts |= {f"{package} (writing this report)": number for package, number in report.versions.items()}
     seeds = sorted({item.seed for evaluation in report.evaluations.values() for item in evaluation.per_task})
     facts |= {"problem seeds": seeds, "settings_hash": report.lift.settings_hash}
-    settings = report.evaluations["policy"].settings
-    return [
-        "## Settings",
-        "\n".join(f"- {inline_code(key)}: {inline_code(_fact(value), limit=2_000)}" for key, value in facts.items()),
-        # JSON escapes control characters, and no line of it can be the bare fence that would end the block.
-        f"```json\n{json.dumps(settings, indent=2, sort_keys=True)}\n```",
+    facts["evaluation settings"] = report.evaluations["policy"].settings
+    lines = [
+        f"- {inline_code(key)}: {inline_code(_fact(value), limit=2_000)}"
+        for key, value in facts.items()
+        if not isinstance(value, dict)
     ]
+    # JSON escapes control characters, and no line of it can be the bare fence that would end the block.
+    documents = [
+        f"{inline_code(key)}:\n\n```json\n{json.dumps(value, indent=2, sort_keys=True)}\n```"
+        for key, value in facts.items()
+        if isinstance(value, dict)
+    ]
+    return ["## Settings", "\n".join(lines), *documents]
 
 
 def _checkpoint(evaluation: EvaluationResult) -> str:
