@@ -52,8 +52,11 @@ def read_text(url: str) -> str:
         raise ConfigError(f"{url!r} is not UTF-8 text") from None
 
 
-def opened_url(url: str) -> tuple[AbstractFileSystem, str]:
+def opened_url(url: str, field: str | None = None) -> tuple[AbstractFileSystem, str]:
     """The filesystem of a URL, and the path on it.
+
+    Args:
+        field: of the config that holds the URL, for the error.
 
     Raises:
         ConfigError: no filesystem of that kind is known or installed.

@@ -92,14 +92,19 @@ def chosen(flags: Any, config: type[Config]) -> dict[str, Any]:
     """The values that flags were given for, as a request for `config`.
 
     Raises:
-        ConfigError: `--env` without an equals sign.
+        ConfigError: `--env` without an equals sign, or an option given twice.
     """
     request: dict[str, Any] = {}
     options: dict[str, Any] = {}
+    named = dict(_env(item) for item in getattr(flags, "env", None) or [])
+    for name in named:
+        if getattr(flags, name, None) is not None:
+            hint = "leave one of them out"
+            raise ConfigError(f"given twice, as --env {name}=… and as a flag", field=name, hint=hint)
     for each in fields(flags):
         value = getattr(flags, each.name)
         if each.name == "env":
-            options.update(_env(item) for item in value or [])
+            options.update(named)
         elif is_dataclass(value):
             nested = config.model_fields[each.name].annotation
             assert isinstance(nested, type) and issubclass(nested, Config)
@@ -171,9 +176,17 @@ def _parsed(path: Path, text: str) -> Any:
 
 
 def merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """`above` laid over `below`, section by section."""
+    """`above` laid over `below`, section by section.
+
+    Raises:
+        ConfigError: `below` has a plain value where `above` has a section.
+    """
     result = dict(below)
     for name, value in above.items():
         under = result.get(name)
-        result[name] = merged(under, value) if isinstance(under, dict) and isinstance(value, dict) else value
+        if isinstance(value, dict) and under is not None:
+            if not isinstance(under, dict):
+                raise ConfigError(f"{under!r} is no table of fields", field=name, hint="mend the config file")
+            value = merged(under, value)
+        result[name] = value
     return result

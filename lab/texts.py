@@ -37,7 +37,7 @@ def training(document: dict[str, Any]) -> list[RenderableType]:
     """How a training run ended, and where its checkpoint is."""
     partial = " (partial)" if document.get("partial") else ""
     facts = _facts(
-        status=document["status"] + (f": {document['stop_reason']}" if document.get("stop_reason") else ""),
+        status=_status(document),
         job=document["job_id"],
         steps=document.get("steps"),
         checkpoint=f"{document['checkpoint_dir']}{partial}" if "checkpoint_dir" in document else None,
@@ -87,13 +87,14 @@ def pipeline(document: dict[str, Any]) -> list[RenderableType]:
         shown += lift(
             evaluations, LiftResult.model_validate(document["lift"]), LiftResult.model_validate(document["rl_lift"])
         )
-    reason = f": {document['stop_reason']}" if document["stop_reason"] else ""
+    stopped = next((stage for kind in ("rl", "sft") if (stage := document[kind]) and stage["partial"]), None)
     return [
         *shown,
         _facts(
-            status=document["status"] + reason,
+            status=_status(document),
             job=document["job_id"],
             checkpoints=document["checkpoint_dir"],
+            partial=f"{stopped['checkpoint_dir']} after step {stopped['steps']}" if stopped else None,
             **_stores(document),
         ),
     ]
@@ -106,6 +107,12 @@ def environments(documents: list[dict[str, Any]]) -> list[RenderableType]:
         options = ", ".join(f"{name}={schema.get('default', '')}" for name, schema in each["options"].items())
         table.add_row(each["name"], each["description"], options)
     return [table]
+
+
+def _status(document: dict[str, Any]) -> str:
+    """The status, with the reason of a stop where it says more than the status itself."""
+    reason = document.get("stop_reason")
+    return document["status"] if reason in (None, document["status"]) else f"{document['status']}: {reason}"
 
 
 def _stores(document: dict[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from filelock import FileLock
+
 from grpo_core.home import lab_home
 from grpo_core.progress import Event, StepEvent, StopReason
 
@@ -227,9 +229,14 @@ def _client() -> MlflowClient:
     from mlflow.tracking import MlflowClient
 
     uri = tracking_uri()
-    if database := _sqlite_file(uri):
-        database.parent.mkdir(parents=True, exist_ok=True)
-    return MlflowClient(tracking_uri=uri)
+    database = _sqlite_file(uri)
+    if database is None:
+        return MlflowClient(tracking_uri=uri)
+    database.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{database}.lock"):  # the first client makes the schema, and MLflow lets two of them collide
+        client = MlflowClient(tracking_uri=uri)
+        client.search_experiments(max_results=1)
+        return client
 
 
 def _sqlite_file(uri: str) -> Path | None:

@@ -120,3 +120,24 @@ def test_a_faulty_request_is_a_preview_too() -> None:
         {},
     )
     assert (plan.blockers[0].code, plan.blockers[0].field) == ("UNKNOWN_FAMILY", "family")
+
+
+def test_folder_of_another_run_blocks_before_anything_starts(tmp_path: Path, letters: str, tiny_model_dir: str) -> None:
+    from grpo_core.progress import Silent
+    from grpo_core.sft import train_sft
+
+    request = {"family": "smollm2-135m", "model_dir": tiny_model_dir, "environment": letters, "examples": 2}
+    request |= {"checkpoint_dir": str(tmp_path), "eval_examples": 0, "lr": 0.01}
+    train_sft(SFTConfig.parse(request), Silent())
+    assert planning.preview(SFTConfig.parse(request)).launchable
+    (blocker,) = planning.preview(SFTConfig.parse({**request, "lr": 0.02})).blockers
+    assert (blocker.code, blocker.field) == ("CHECKPOINT_CONFLICT", "checkpoint_dir")
+    assert "lr was 0.01, now 0.02" in blocker.message
+
+
+@pytest.mark.parametrize("place", ["file/below", "foo://bar"])
+def test_place_that_cannot_be_written_blocks(tmp_path: Path, place: str) -> None:
+    (tmp_path / "file").write_text("")
+    folder = place if "://" in place else str(tmp_path / place)
+    (blocker,) = planning.preview(SFTConfig.parse({"family": "smollm2-135m", "checkpoint_dir": folder})).blockers
+    assert blocker.code == "CONFIG_INVALID" and place in blocker.message

@@ -10,16 +10,20 @@ import ctypes
 import hashlib
 import json
 import math
+import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import fsspec
+from fsspec.implementations.local import LocalFileSystem
 
+from grpo_core.checkpoints import CheckpointStore
 from grpo_core.config import EvalConfig, GRPOConfig, PipelineConfig, SFTConfig
+from grpo_core.continuation import LoopConfig, refuse_other_run
 from grpo_core.environments.registry import environment_class
 from grpo_core.errors import AdmissionRefused, ConfigError, LabError, NotFoundError
+from grpo_core.files import opened_url
 from grpo_core.results import Estimate, Issue, Preview, Statistics
 
 JobConfig = SFTConfig | GRPOConfig | EvalConfig | PipelineConfig
@@ -100,10 +104,7 @@ def _has_nvidia_driver() -> bool:
 
 
 def _refusals(config: JobConfig) -> Iterator[LabError]:
-    try:
-        check_device(config.device)
-    except ConfigError as error:
-        yield error
+    yield from _refused(check_device, config.device)
     for name in ("offer", "region", "gpus", "spot", "provider"):
         if value := getattr(config.compute, name):
             yield AdmissionRefused(
@@ -112,24 +113,73 @@ def _refusals(config: JobConfig) -> Iterator[LabError]:
                 hint="leave it out to run on this machine",
                 code="OFFER_NOT_FOUND",
             )
+    if config.checkpoint_dir is not None:
+        unknown = list(_refused(opened_url, config.checkpoint_dir, "checkpoint_dir"))
+        yield from unknown
+        if unknown:  # nothing below could look into it
+            return
     for field, url in _inputs(config).items():
-        filesystem, path = fsspec.core.url_to_fs(url)
-        if not filesystem.exists(path):
-            yield NotFoundError(f"there is nothing at {url!r}", field=field)
+        yield from _refused(_refuse_missing, field, url)
+    for run in _runs(config):
+        yield from _refused(_refuse_folder, run)
+
+
+def _refused(check: Callable[..., object], *arguments: Any) -> Iterator[LabError]:
+    """The error that a check raises, as an item."""
+    try:
+        check(*arguments)
+    except LabError as error:
+        yield error
 
 
 def _inputs(config: JobConfig) -> dict[str, str]:
-    """URLs that the job reads, by the field that names them."""
+    """URLs that the job reads, by the field that names them. A run that has begun needs its initial adapter no more."""
     match config:
         case SFTConfig():
-            named = {"init_adapter_dir": config.init_adapter_dir, "dataset": config.dataset}
+            named = {"dataset": config.dataset}
+            named |= {} if _has_begun(config) else {"init_adapter_dir": config.init_adapter_dir}
         case GRPOConfig():
-            named = {"init_checkpoint_dir": config.init_checkpoint_dir}
+            named = {} if _has_begun(config) else {"init_checkpoint_dir": config.init_checkpoint_dir}
         case EvalConfig():
             named = {"checkpoint_dir": config.checkpoint_dir}
         case PipelineConfig():
             named = {"sft.init_adapter_dir": config.sft.init_adapter_dir, "sft.dataset": config.sft.dataset}
     return {field: url for field, url in named.items() if url is not None}
+
+
+def _has_begun(config: LoopConfig) -> bool:
+    return config.checkpoint_dir is not None and CheckpointStore(config.checkpoint_dir).latest() is not None
+
+
+def _runs(config: JobConfig) -> list[LoopConfig]:
+    """The training runs of a job whose folders the request itself names."""
+    match config:
+        case SFTConfig() | GRPOConfig():
+            return [config] if config.checkpoint_dir else []
+        case PipelineConfig(checkpoint_dir=str(folder)):
+            sft = CheckpointStore(f"{folder.rstrip('/')}/sft").url
+            rl = CheckpointStore(f"{folder.rstrip('/')}/rl").url
+            return [config.sft_stage(checkpoint_dir=sft), config.rl_stage(init_checkpoint_dir=sft, checkpoint_dir=rl)]
+        case _:
+            return []
+
+
+def _refuse_missing(field: str, url: str) -> None:
+    filesystem, path = opened_url(url, field)
+    if not filesystem.exists(path):
+        raise NotFoundError(f"there is nothing at {url!r}", field=field)
+
+
+def _refuse_folder(run: LoopConfig) -> None:
+    """Refuse a checkpoint folder that cannot be written, or that holds another run."""
+    assert run.checkpoint_dir is not None
+    filesystem, path = opened_url(run.checkpoint_dir, "checkpoint_dir")
+    if isinstance(filesystem, LocalFileSystem):
+        existing = next(place for place in (Path(path), *Path(path).parents) if place.exists())
+        if not existing.is_dir() or not os.access(existing, os.W_OK):
+            message = f"{run.checkpoint_dir!r} cannot be written: {str(existing)!r} is no folder that may be written to"
+            raise ConfigError(message, field="checkpoint_dir", hint="choose another folder")
+    refuse_other_run(CheckpointStore(run.checkpoint_dir), run.resolved())
 
 
 def _issue(error: LabError) -> Issue:

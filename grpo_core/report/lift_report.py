@@ -342,7 +342,8 @@ def _markdown_table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def _cell(text: str) -> str:
-    return re.sub(r"[!#&*<>\[\\\]`{|}~@/]", lambda match: f"&#{ord(match[0])};", text)
+    # "< " opens no tag, and p-values are full of it
+    return re.sub(r"<(?! )|[!#&*>\[\\\]`{|}~@/]", lambda match: f"&#{ord(match[0])};", text)
 
 
 def _percent(share: float) -> str:
