@@ -7,7 +7,7 @@ CONFIG ?= deployments/configs/smollm2-niah.toml
 PYTEST_ARGS ?=
 PYTHONS := $(or $(PYTHON),python3.13 python3.12 python3.11 python3)
 # Wheels only: no compiler is needed, and where a wheel is missing pip says which one.
-PIP_INSTALL := $(BIN)/python -m pip install --no-input --disable-pip-version-check --only-binary :all:
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-input --disable-pip-version-check --only-binary :all:
 
 .PHONY: help run test test-slow lint types bench clean venv
 
