@@ -67,9 +67,10 @@ def train_grpo(config: GRPOConfig, monitor: Monitor) -> TrainingResult:
         inputs=inputs,
         micro_batch=micro_batch_tokens(config),
     )
+    roller = Roller(config, policy, environment, Chat(base), TorchSampler(base), monitor)
+    roller.refuse_long_prompts(config.prompts)
     run.begin()
     run.freeze_reference(config.kl_reference)
-    roller = Roller(config, policy, environment, Chat(base), TorchSampler(base), monitor)
     trainer = GroupTrainer(config, policy, monitor)
     watched = environment.problems(config.seed, "validation", config.eval_prompts) if config.eval_every else []
 

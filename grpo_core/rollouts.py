@@ -26,6 +26,9 @@ from grpo_core.sampling import Completion, Sampler, SamplingSettings, addressed_
 MAX_INVALID_SHARE = 0.5
 """A step in which more than this share of the completions could not be scored fails the run."""
 
+CHECKED_PROMPTS = 1024
+"""Prompts rendered before training starts (2 ms each)."""
+
 _SHOWN_GROUPS = 2
 
 
@@ -102,11 +105,23 @@ class Roller:
         self._refuse_mostly_invalid(step, done)
         return done, redrawn
 
+    def refuse_long_prompts(self, count: int) -> None:
+        """Render the run's first prompts, so that one that does not fit is found now and not hours later.
+
+        Raises:
+            ConfigError: prompt and completion budget do not fit into the context.
+        """
+        for position in range(min(count, CHECKED_PROMPTS)):
+            self._prompt(self._environment.problem(self._config.seed, "train", position, "rl"))
+
+    def _prompt(self, problem: Problem) -> list[int]:
+        return self._chat.prompt_ids(self._policy.render(problem), self._settings.max_new_tokens)
+
     def _sample(self, step: int, positions: Sequence[int], attempt: int) -> list[Rollout]:
         config = self._config
         stream = "rl" if attempt == 0 else f"rl/resample-{attempt}"
         problems = [self._environment.problem(config.seed, "train", position, stream) for position in positions]
-        prompts = [self._chat.prompt_ids(self._policy.render(p), self._settings.max_new_tokens) for p in problems]
+        prompts = [self._prompt(problem) for problem in problems]
         tokens = self._settings.max_new_tokens
         uniforms = [addressed_uniforms(config.seed, step, p, attempt, config.group_size, tokens) for p in positions]
         groups = self._sampler.sample(

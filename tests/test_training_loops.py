@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -447,6 +448,23 @@ def test_prompt_longer_than_the_context_is_refused(grpo: Callable[..., GRPOConfi
     with pytest.raises(ConfigError, match="exceed the context of 8192") as refused:
         train_grpo(grpo(max_new_tokens=8190), Silent())
     assert refused.value.code == "CONTEXT_TOO_LONG"
+
+
+def test_long_prompt_of_a_late_step_is_refused_before_training(
+    grpo: Callable[..., GRPOConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = grpo()
+    environment = _environment_class(config)
+    problem = environment.problem
+
+    def ninth_is_long(self: Any, seed: int, split: Any, index: int, stream: str = "") -> Any:
+        made = problem(self, seed, split, index, stream)
+        return replace(made, document="word " * 2000) if index == 8 else made
+
+    monkeypatch.setattr(environment, "problem", ninth_is_long)
+    with pytest.raises(ConfigError, match="exceed the context"):
+        train_grpo(config, Silent())
+    assert CheckpointStore(str(config.checkpoint_dir)).steps() == []
 
 
 def test_sft_on_a_dataset(sft: Callable[..., SFTConfig], tmp_path: Path) -> None:
