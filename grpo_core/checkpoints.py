@@ -143,9 +143,11 @@ class CheckpointStore:
         self._write_json(f"{self._root}/{RESULT}", result)
 
     def reopen(self) -> None:
-        """Take back the result of a complete run that is being extended."""
-        if self._fs.exists(f"{self._root}/{RESULT}"):
-            self._fs.rm_file(f"{self._root}/{RESULT}")
+        """Take back the result and the final policy of a complete run that is being extended."""
+        latest = self.latest()
+        for name in (RESULT, *(latest.files if latest else ())):
+            if self._fs.exists(f"{self._root}/{name}"):
+                self._fs.rm_file(f"{self._root}/{name}")
 
     def _folder(self, step: int) -> str:
         return f"{self._root}/step-{step:06d}"

@@ -80,8 +80,10 @@ def test_result_is_there_only_once_the_run_is_finished(store: CheckpointStore, t
     assert store.result() is None
     store.finish(tmp_path / "staging", {"digest": "x"})
     assert store.result() == {"digest": "x"}
+    assert store._fs.exists(f"{store._root}/adapter_config.json")
     store.reopen()
     assert store.result() is None and store.steps() == [1]
+    assert not store._fs.exists(f"{store._root}/adapter_config.json")  # no stale policy beside a run that goes on
 
 
 def test_policy_folder_takes_the_newest_checkpoint_one_checkpoint_or_a_plain_folder(

@@ -112,6 +112,8 @@ def test_digest_sees_names_shapes_and_bytes() -> None:
     [
         ("use_dora", True),
         ("use_rslora", True),
+        ("init_lora_weights", "pissa"),
+        ("an_option_of_tomorrow", 1),
         ("bias", "all"),
         ("modules_to_save", ["lm_head"]),
         ("rank_pattern", {"q_proj": 2}),

@@ -35,10 +35,14 @@ _HARMLESS = frozenset(
     {
         *("r", "lora_alpha", "target_modules", "peft_type", "task_type"),
         *("base_model_name_or_path", "revision", "inference_mode", "auto_mapping", "peft_version"),
-        *("lora_dropout", "init_lora_weights", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
+        *("lora_dropout", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
         *("runtime_config", "megatron_config", "megatron_core", "qalora_group_size", "ensure_weight_tying"),
     }
 )
+
+
+# Initialisations that leave the base weights alone; PiSSA, OLoRA and their like change them.
+_PLAIN_INIT = (True, False, "gaussian", "orthogonal", "eva")
 
 
 class PeftLoraPolicy:
@@ -186,6 +190,8 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{CONFIG_FILE}: peft_type={peft_type!r} is not supported", hint=_PLAIN_LORA)
     defaults = LoraConfig().to_dict()
     for name, value in config.items():
+        if name == "init_lora_weights" and value in _PLAIN_INIT:
+            continue
         if name not in _HARMLESS and (value or None) != (defaults.get(name) or None):
             raise CheckpointError(f"{CONFIG_FILE}: {name}={value!r} is not supported", hint=_PLAIN_LORA)
     if not isinstance(targets, list) or {"lm_head", "embed_tokens"} & set(targets):
