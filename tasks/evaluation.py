@@ -13,7 +13,7 @@ from tasks.places import inside
 from tasks.settings import STAGE
 
 
-@task(name="evaluate", **STAGE)
+@task(name="evaluate", task_run_name="evaluate-{name}", **STAGE)
 def evaluate(name: str, config: dict[str, Any], output_dir: str, job: JobRef) -> dict[str, Any]:
     """Evaluate one policy.
 
