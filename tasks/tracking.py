@@ -233,7 +233,8 @@ def _client() -> MlflowClient:
     if database is None:
         return MlflowClient(tracking_uri=uri)
     database.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{database}.lock", timeout=60):  # the first client makes the schema, and MLflow lets two of them collide
+    # The first client makes the schema, and MLflow lets two of them collide.
+    with FileLock(f"{database}.lock", timeout=60):
         client = MlflowClient(tracking_uri=uri)
         client.search_experiments(max_results=1)
         return client
