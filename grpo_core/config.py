@@ -139,7 +139,19 @@ class CommonConfig(Config):
         return self.model_dump(include=set(CommonConfig.model_fields))
 
 
-class SFTSettings(Config):
+class OptimizerSettings(Config):
+    """How a training loop steps and how often it keeps its state."""
+
+    lr: float | None = Field(default=None, gt=0, lt=1, description="Learning rate; empty takes the family's.")
+    warmup_steps: int = Field(
+        default=0, ge=0, le=MOST, description="Steps over which the learning rate rises linearly."
+    )
+    max_grad_norm: float = Field(default=1.0, gt=0, description="Gradients are scaled down to this norm.")
+    weight_decay: float = Field(default=0.0, ge=0, description="AdamW weight decay.")
+    checkpoint_every: int = Field(default=10, ge=1, le=MOST, description="Steps between checkpoints.")
+
+
+class SFTSettings(OptimizerSettings):
     """What supervised fine-tuning needs beside the common fields."""
 
     examples: int = Field(default=64, ge=1, le=MOST, description="Generated environment examples.")
@@ -169,7 +181,6 @@ class SFTSettings(Config):
     lora_alpha: int | None = Field(
         default=None, ge=1, le=MOST, description="LoRA alpha; empty takes the initial adapter's or the family's."
     )
-    lr: float | None = Field(default=None, gt=0, lt=1, description="Learning rate; empty takes the family's.")
     init_adapter_dir: str | None = Field(default=None, min_length=1, description="PEFT adapter to continue from.")
     l1_coef: float = Field(default=0.0, ge=0, description="Coefficient of the mean absolute LoRA weight in the loss.")
     min_blocks: int | None = Field(
@@ -178,16 +189,10 @@ class SFTSettings(Config):
     max_blocks: int | None = Field(
         default=None, ge=1, le=MOST, description="niah only: most filler blocks; empty takes the environment's."
     )
-    warmup_steps: int = Field(
-        default=0, ge=0, le=MOST, description="Steps over which the learning rate rises linearly."
-    )
-    max_grad_norm: float = Field(default=1.0, gt=0, description="Gradients are scaled down to this norm.")
-    weight_decay: float = Field(default=0.0, ge=0, description="AdamW weight decay.")
     log_every: int = Field(default=1, ge=1, le=MOST, description="Steps between progress points.")
-    checkpoint_every: int = Field(default=10, ge=1, le=MOST, description="Steps between checkpoints.")
 
 
-class GRPOSettings(Config):
+class GRPOSettings(OptimizerSettings):
     """What GRPO needs beside the common fields and the policy."""
 
     init_checkpoint_dir: str | None = Field(
@@ -211,7 +216,6 @@ class GRPOSettings(Config):
     temperature: float = Field(
         default=1.0, gt=0, description="Sampling temperature; all log-probabilities in the loss are at it."
     )
-    lr: float | None = Field(default=None, gt=0, lt=1, description="Learning rate; empty takes the family's.")
     lora_rank: int | None = Field(
         default=None,
         ge=1,
@@ -252,12 +256,6 @@ class GRPOSettings(Config):
     gradient_checkpointing: bool = Field(
         default=False, description="Recompute activations in the backward pass to save memory."
     )
-    warmup_steps: int = Field(
-        default=0, ge=0, le=MOST, description="Steps over which the learning rate rises linearly."
-    )
-    max_grad_norm: float = Field(default=1.0, gt=0, description="Gradients are scaled down to this norm.")
-    weight_decay: float = Field(default=0.0, ge=0, description="AdamW weight decay.")
-    checkpoint_every: int = Field(default=10, ge=1, le=MOST, description="Steps between checkpoints.")
 
     @field_validator("group_size", mode="before")
     @classmethod

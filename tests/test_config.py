@@ -58,7 +58,7 @@ def test_faulty_request_is_refused_by_name(config: Any, request_: dict[str, Any]
 
 
 def test_every_faulty_field_is_named() -> None:
-    with pytest.raises(ConfigError, match="also wrong: lr, nonsense"):
+    with pytest.raises(ConfigError, match=r"lr: .*also wrong: examples, nonsense"):
         SFTConfig.parse({**SMOL, "examples": 0, "lr": -1, "nonsense": 1})
 
 
