@@ -106,7 +106,8 @@ class CommonConfig(Config):
     checkpoint_dir: str | None = Field(
         default=None,
         min_length=1,
-        description="Folder or URL that receives the results; empty means a new folder under the lab's artifact root.",
+        description="Folder or URL that receives the results; empty means a new folder under the lab's artifact root. "
+        "A relative path lies under that root too; ./ starts at the current folder.",
     )
     compute: ComputeConfig = Field(default=ComputeConfig(), description="Where to run and what bounds it.")
 
