@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from rich.console import RenderableType
@@ -119,8 +120,9 @@ def _stores(document: dict[str, Any]) -> dict[str, Any]:
     from tasks.tracking import tracking_uri
 
     run = document["mlflow_run_id"]
-    opening = f"{run} (mlflow ui --backend-store-uri {tracking_uri()})" if run else None
-    opening_prefect = f"PREFECT_HOME={os.environ.get('PREFECT_HOME', '~/.prefect')} prefect server start"
+    opening = f"{run} (mlflow ui --backend-store-uri {quote(tracking_uri())})" if run else None
+    prefect_home = quote(os.path.expanduser(os.environ.get("PREFECT_HOME", "~/.prefect")))
+    opening_prefect = f"PREFECT_HOME={prefect_home} PREFECT_SERVER_ANALYTICS_ENABLED=false prefect server start"
     return {
         **{f"report {kind}": url for kind, url in document["report"].items()},
         "mlflow run": opening,
