@@ -8,7 +8,7 @@ A run's folder, which may be any fsspec URL::
     result.json         the result of a complete run, written after everything else
 
 A folder without a valid manifest is no checkpoint. Tensors are safetensors, the rest is JSON.
-What a run does with its checkpoints (resume, refuse, extend) is in `training.py`.
+Whether a job may go on in a folder is in `continuation.py`, how it does in `training.py`.
 """
 
 from __future__ import annotations
@@ -71,20 +71,25 @@ class CheckpointStore:
 
     def manifests(self) -> list[Manifest]:
         """Manifests of all complete checkpoints, ascending by step."""
-        self._fs.invalidate_cache()
-        if not self._fs.isdir(self._root):
-            return []
-        steps = []
-        for path in self._fs.ls(self._root, detail=False):
-            if match := _STEP.search(path.rstrip("/")):
-                steps.append(int(match[1]))
-        found = (self._manifest(step) for step in sorted(steps))
-        return [manifest for manifest in found if manifest is not None]
+        return [manifest for step in self._folders() if (manifest := self.manifest(step))]
 
     def latest(self) -> Manifest | None:
         """The newest complete checkpoint."""
-        manifests = self.manifests()
-        return manifests[-1] if manifests else None
+        return next((manifest for step in reversed(self._folders()) if (manifest := self.manifest(step))), None)
+
+    def manifest(self, step: int) -> Manifest | None:
+        """The manifest of one checkpoint; None where there is no complete one.
+
+        Raises:
+            CheckpointError: it is of a format that this version does not read.
+        """
+        content = self._read_json(f"{self._folder(step)}/{MANIFEST}")
+        if content is None:
+            return None
+        if content.get("format_version") != FORMAT_VERSION:
+            message = f"{self.url}/step-{step:06d} has format version {content.get('format_version')!r}"
+            raise CheckpointError(message, hint=f"this version reads {FORMAT_VERSION}")
+        return Manifest(**content)
 
     def save(self, source: Path, manifest: Manifest) -> None:
         """Upload a staged local folder as a checkpoint; its manifest goes last.
@@ -93,7 +98,7 @@ class CheckpointStore:
             CheckpointConflict: a complete checkpoint of that step is there, so another run writes here too.
         """
         folder = self._folder(manifest.step)
-        if self._manifest(manifest.step) is not None:
+        if self.manifest(manifest.step) is not None:
             message = f"{self.url} already has a checkpoint of step {manifest.step}: another run writes to this folder"
             raise CheckpointConflict(message, field="checkpoint_dir", hint="wait for it, or use another folder")
         if self._fs.exists(folder):
@@ -105,7 +110,7 @@ class CheckpointStore:
 
     def mark(self, step: int, partial: bool) -> None:
         """Say of a complete checkpoint whether its run stopped there."""
-        manifest = self._manifest(step)
+        manifest = self.manifest(step)
         assert manifest is not None
         if manifest.partial != partial:
             self._write_json(f"{self._folder(step)}/{MANIFEST}", {**manifest.__dict__, "partial": partial})
@@ -117,7 +122,7 @@ class CheckpointStore:
         Raises:
             CheckpointCorrupt: bytes are not those of the manifest.
         """
-        manifest = self._manifest(step)
+        manifest = self.manifest(step)
         if manifest is None:
             raise NotFoundError(f"{self.url} has no complete checkpoint of step {step}", field="checkpoint_dir")
         with tempfile.TemporaryDirectory(prefix="grpo-lab-") as temporary:
@@ -152,14 +157,13 @@ class CheckpointStore:
     def _folder(self, step: int) -> str:
         return f"{self._root}/step-{step:06d}"
 
-    def _manifest(self, step: int) -> Manifest | None:
-        content = self._read_json(f"{self._folder(step)}/{MANIFEST}")
-        if content is None:
-            return None
-        if content.get("format_version") != FORMAT_VERSION:
-            message = f"{self.url}/step-{step:06d} has format version {content.get('format_version')!r}"
-            raise CheckpointError(message, hint=f"this version reads {FORMAT_VERSION}")
-        return Manifest(**content)
+    def _folders(self) -> list[int]:
+        """Steps of all checkpoint folders, complete or not, ascending by number."""
+        self._fs.invalidate_cache()
+        if not self._fs.isdir(self._root):
+            return []
+        names = (path.rstrip("/") for path in self._fs.ls(self._root, detail=False))
+        return sorted(int(match[1]) for name in names if (match := _STEP.search(name)))
 
     def _read_json(self, path: str) -> dict[str, Any] | None:
         try:

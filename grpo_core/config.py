@@ -424,6 +424,7 @@ class PipelineConfig(CommonConfig):
 
     def resolved(self) -> Self:
         """The config with the values of family and environment written into its stages."""
+        # RL continues the SFT stage's adapter, wherever that will lie, so its rank stays that adapter's.
         rl = self.rl_stage(init_checkpoint_dir="sft", checkpoint_dir=None).resolved()
         sft = self.sft_stage(checkpoint_dir=None).resolved()
         evaluation = self.eval_stage("base", None).resolved()

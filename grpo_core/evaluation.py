@@ -26,10 +26,9 @@ from grpo_core.models import BaseModel, load_base_model
 from grpo_core.policies.base import BarePolicy, Policy, tensors_digest
 from grpo_core.policies.peft_lora import PeftLoraPolicy
 from grpo_core.progress import Monitor, StepEvent, raise_if_stopping
-from grpo_core.results import EvaluationResult, ItemResult
+from grpo_core.results import EVALUATION_FILE, EvaluationResult, ItemResult
 from grpo_core.sampling import Completion, SamplingSettings, TorchSampler, addressed_uniforms
 
-RESULT = "evaluation.json"
 BATCH_PROMPTS = 16
 
 
@@ -79,7 +78,7 @@ def evaluate(config: EvalConfig, output_dir: str, monitor: Monitor, job_id: str 
         per_task=items,
         **summary(items),
     )
-    write_json(f"{output_dir.rstrip('/')}/{RESULT}", result.document())
+    write_json(f"{output_dir.rstrip('/')}/{EVALUATION_FILE}", result.document())
     return result
 
 
@@ -195,7 +194,9 @@ def read_evaluation(url: str) -> EvaluationResult:
         NotFoundError: there is none.
         ValueError: it is no evaluation document.
     """
-    return EvaluationResult.model_validate(read_json(url if url.endswith(".json") else f"{url.rstrip('/')}/{RESULT}"))
+    return EvaluationResult.model_validate(
+        read_json(url if url.endswith(".json") else f"{url.rstrip('/')}/{EVALUATION_FILE}")
+    )
 
 
 def _stored(output_dir: str) -> EvaluationResult | None:

@@ -45,7 +45,8 @@ def train_grpo(config: GRPOConfig, monitor: Monitor) -> TrainingResult:
         TrainingFailed: no group ever had a signal, or a number was not finite.
     """
     config = config.resolved()
-    assert config.checkpoint_dir is not None and config.max_new_tokens is not None
+    budget = config.max_new_tokens
+    assert config.checkpoint_dir is not None and budget is not None
     store = CheckpointStore(config.checkpoint_dir)
     init, init_field = config.init_checkpoint_dir, "init_checkpoint_dir"
     inputs = input_digests(store, config, init, init_field)
@@ -84,7 +85,7 @@ def train_grpo(config: GRPOConfig, monitor: Monitor) -> TrainingResult:
         return StepResult(metrics, tokens, shown_completions(number, rollouts))
 
     def validated() -> dict[str, float]:
-        return validate(policy, environment, watched, roller.max_new_tokens, monitor)
+        return validate(policy, environment, watched, budget, monitor)
 
     return run.execute(step, validated if watched else None, config.eval_every)
 

@@ -8,6 +8,9 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 Interval = tuple[float, float]
+
+EVALUATION_FILE = "evaluation.json"
+"""What an evaluation is called in its folder."""
 Verdict = Literal["improved", "regressed", "underpowered", "no_evidence"]
 
 

@@ -81,11 +81,6 @@ class Roller:
         self._monitor = monitor
         self._settings = SamplingSettings(config.max_new_tokens, config.temperature, chat.stop_ids)
 
-    @property
-    def max_new_tokens(self) -> int:
-        """Generation budget per completion."""
-        return self._settings.max_new_tokens
-
     def roll(self, step: int, items: range) -> tuple[list[Rollout], int]:
         """Rollouts of the prompts at these positions, and how many groups had to be drawn again.
 

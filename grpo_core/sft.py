@@ -11,6 +11,7 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
@@ -63,7 +64,7 @@ def train_sft(config: SFTConfig, monitor: Monitor) -> TrainingResult:
     init, init_field = config.init_adapter_dir, "init_adapter_dir"
     inputs = input_digests(store, config, init, init_field)
     if config.dataset is not None:
-        inputs["dataset"] = hashlib.sha256(read_text(config.dataset).encode()).hexdigest()
+        inputs["content of dataset"] = hashlib.sha256(read_text(config.dataset).encode()).hexdigest()
     if finished := stored_result(store, config, inputs):
         return finished
     base = load_base_model(config.family, config.model_dir, config.device, config.dtype)
@@ -104,7 +105,13 @@ def _order(count: int, item: int, seed: int) -> int:
     epoch, place = divmod(item, count)
     if epoch == 0:
         return place
-    return int(np.random.Generator(np.random.Philox(key=[seed, epoch])).permutation(count)[place])
+    return _permutation(count, seed, epoch)[place]
+
+
+@cache  # asked for once per example
+def _permutation(count: int, seed: int, stream: int) -> list[int]:
+    """A shuffle of range(count), from its address alone."""
+    return np.random.Generator(np.random.Philox(key=[seed, stream])).permutation(count).tolist()
 
 
 def _backward(policy: PeftLoraPolicy, leaves: AdapterBatch, batch: Sequence[Example], monitor: Monitor) -> float:
@@ -163,7 +170,7 @@ def _dataset(config: SFTConfig, chat: Chat) -> tuple[list[Example], list[Example
         messages, answer = _row(line, f"{config.dataset}:{number}")
         completion = chat.completion_ids(answer)
         examples.append(Example(chat.prompt_ids(messages, len(completion)), completion, None))
-    order = np.random.Generator(np.random.Philox(key=[config.split_seed, 0])).permutation(len(examples))
+    order = _permutation(len(examples), config.split_seed, 0)
     # A ratio below 1 holds something out, and something is always trained on, however few examples there are.
     most = len(examples) if config.split_ratio == 1 else len(examples) - 1
     cut = max(1, min(most, round(config.split_ratio * len(examples))))
@@ -197,7 +204,7 @@ def _cohort(config: SFTConfig, trained: Sequence[Example], held_out: Sequence[Ex
     if not cohort:
         hint = "lower split_ratio, evaluate the cohort 'train', or set eval_examples to 0"
         raise ConfigError(f"no example is in the cohort {config.eval_cohort!r}", field="eval_cohort", hint=hint)
-    order = np.random.Generator(np.random.Philox(key=[config.split_seed, 1])).permutation(len(cohort))
+    order = _permutation(len(cohort), config.split_seed, 1)
     return [cohort[place] for place in order[: config.eval_examples]]
 
 

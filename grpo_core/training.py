@@ -232,7 +232,9 @@ class TrainingRun:
         return tensors_digest(self._policy.trainable_parameters())
 
     def _initial_digest(self) -> str:
-        return self._store.manifests()[0].digest
+        initial = self._store.manifest(0)
+        assert initial is not None, "a run begins by keeping its initial policy"
+        return initial.digest
 
     def _record(self, validation: Metrics) -> None:
         self._state.metrics = {**self._state.metrics, **validation}

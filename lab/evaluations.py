@@ -8,10 +8,8 @@ from pydantic import ValidationError
 
 from grpo_core.errors import ConfigError, NotFoundError
 from grpo_core.files import read_text
-from grpo_core.results import EvaluationResult
+from grpo_core.results import EVALUATION_FILE, EvaluationResult
 from tasks.places import inside, locate
-
-FILE = "evaluation.json"
 
 
 def read_evaluation(place: str) -> EvaluationResult:
@@ -23,7 +21,7 @@ def read_evaluation(place: str) -> EvaluationResult:
     """
     url = place if Path(place).expanduser().exists() else locate(place)
     if not url.endswith(".json"):
-        url = inside(url, FILE)
+        url = inside(url, EVALUATION_FILE)
     try:
         return EvaluationResult.model_validate_json(read_text(url))
     except NotFoundError:

@@ -8,6 +8,7 @@ from prefect import task
 
 from grpo_core.config import EvalConfig
 from grpo_core.progress import StopNow
+from grpo_core.results import EVALUATION_FILE
 from tasks.monitoring import JobRef, Named, observed_stage
 from tasks.places import inside
 from tasks.settings import STAGE
@@ -37,10 +38,10 @@ def evaluate(name: str, config: dict[str, Any], output_dir: str, job: JobRef) ->
         document = result.document()
         numbers = {key: document[key] for key in ("mean_reward", "std_reward", "pass_rate", "truncated", "failed")}
         parts = {f"rewards/{part}": value for part, value in result.parts.items()}
-        stage.record(
+        stage.run.record(
             metrics={**numbers, **parts},
             tags={"settings_hash": result.settings_hash},
-            documents={evaluation.RESULT: document},
+            documents={EVALUATION_FILE: document},
         )
         del document["per_task"]
-        return {"status": "completed", **document, "url": inside(output_dir, evaluation.RESULT)}
+        return {"status": "completed", **document, "url": inside(output_dir, EVALUATION_FILE)}

@@ -8,7 +8,7 @@ and its MLflow run.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
@@ -126,18 +126,12 @@ class RunLog:
 
 
 class ObservedStage:
-    """A stage with its monitor; tell it how the stage ended."""
+    """A stage with its monitor and its MLflow run; tell it how the stage ended."""
 
     def __init__(self, monitor: Monitor, run: tracking.TrackedRun):
         self.monitor = monitor
         self.run = run
         self._status = "FINISHED"
-
-    def record(
-        self, *, metrics: Mapping[str, float], tags: Mapping[str, str], documents: Mapping[str, Any], step: int = 0
-    ) -> None:
-        """Put the stage's result beside its metrics; `step` is its last one."""
-        self.run.record(metrics=metrics, step=step, tags=tags, documents=documents)
 
     def cancelled(self) -> None:
         """The stage stopped before its end, as asked."""

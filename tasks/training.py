@@ -36,7 +36,7 @@ def _finish(stage: ObservedStage, result: TrainingResult, job: JobRef) -> dict[s
     document = result.model_copy(update={"job_id": job["id"]}).document()
     if result.status == "cancelled":
         stage.cancelled()
-    stage.record(
+    stage.run.record(
         step=result.steps,
         metrics=result.metrics,
         tags={"digest": result.digest, "checkpoint_dir": result.checkpoint_dir},
