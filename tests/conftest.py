@@ -9,14 +9,16 @@ import atexit
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerFast
+
+    from grpo_core.config import GRPOConfig, SFTConfig
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -159,3 +161,30 @@ def letters(monkeypatch: pytest.MonkeyPatch) -> str:
     for module in ("grpo_core.config", "grpo_core.compute.preview"):
         monkeypatch.setattr(f"{module}.environment_class", lookup)
     return "letters"
+
+
+@pytest.fixture
+def common(tiny_model_dir: str, letters: str) -> dict[str, Any]:
+    """What jobs on the tiny model and `letters` have in common."""
+    from loops import FAMILY
+
+    family = FAMILY[Path(tiny_model_dir).name]
+    return {"family": family, "model_dir": tiny_model_dir, "environment": letters, "device": "cpu", "dtype": "float32"}
+
+
+@pytest.fixture
+def sft(common: dict[str, Any], tmp_path: Path) -> Callable[..., SFTConfig]:
+    """Makes SFT configs of three short steps; what is given overrides the defaults."""
+    from grpo_core.config import SFTConfig
+
+    defaults = {**common, "examples": 12, "examples_per_step": 4, "eval_examples": 2, "lora_rank": 4, "lr": 1e-2}
+    return lambda **given: SFTConfig.parse({**defaults, "checkpoint_dir": str(tmp_path / "sft"), **given})
+
+
+@pytest.fixture
+def grpo(common: dict[str, Any], tmp_path: Path) -> Callable[..., GRPOConfig]:
+    """Makes GRPO configs of five short steps; what is given overrides the defaults."""
+    from grpo_core.config import GRPOConfig
+
+    defaults = {**common, "policy": "peft-lora", "prompts": 10, "prompts_per_step": 2, "group_size": 4, "lr": 1e-2}
+    return lambda **given: GRPOConfig.parse({**defaults, "checkpoint_dir": str(tmp_path / "rl"), **given})

@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from loops import FAMILY
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -15,7 +16,6 @@ from grpo_core.packing import PADDING, PROMPT, attention_masks, pack_groups, pac
 from grpo_core.policies.adapters import applied
 from grpo_core.policies.peft_lora import PeftLoraPolicy
 
-FAMILY = {"llama": "smollm2-135m", "qwen3": "qwen3-0.6b", "mistral": "mistral-7b"}
 ARCHITECTURES = pytest.mark.parametrize("tiny_model_dir", ["llama", "qwen3", "mistral"], indirect=True)
 
 # Two prompts of unlike length; ragged completions, one of a single token and one empty.

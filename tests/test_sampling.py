@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from loops import FAMILY
 
 from grpo_core.logprobs import token_logprobs
 from grpo_core.models import load_base_model
@@ -21,9 +22,7 @@ def uniforms(prompts: int, group: int, tokens: int = 6) -> np.ndarray:
 
 @pytest.mark.parametrize("tiny_model_dir", ["llama", "qwen3", "mistral"], indirect=True)
 def test_sampled_logprobs_are_the_policys_own(tiny_model_dir: str) -> None:
-    family = {"llama": "smollm2-135m", "qwen3": "qwen3-0.6b", "mistral": "mistral-7b"}[
-        tiny_model_dir.rpartition("/")[2]
-    ]
+    family = FAMILY[tiny_model_dir.rpartition("/")[2]]
     base = load_base_model(family, tiny_model_dir, "cpu", "float32")
     policy = PeftLoraPolicy.create(base, 4, 8, seed=0)
     for tensor in policy.trainable_parameters().values():
