@@ -143,7 +143,7 @@ def score_problems(
             np.stack(uniforms),
             between_tokens=lambda: raise_if_stopping(monitor),
         )
-        groups |= dict(zip(batch, sampled, strict=True))
+        groups |= dict(zip(batch, sampled.groups, strict=True))
         monitor.emit(StepEvent("eval", number, len(batches), {"problems": float(len(groups))}))
     return [
         _item(environment, problem, number, chat.text(completion.ids), completion, pass_threshold)

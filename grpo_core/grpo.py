@@ -18,22 +18,29 @@ from grpo_core.chat import Chat
 from grpo_core.checkpoints import CheckpointStore
 from grpo_core.config import GRPOConfig
 from grpo_core.continuation import stored_result
+from grpo_core.engines.base import Prefill
+from grpo_core.environments.base import Problem
 from grpo_core.environments.registry import make_environment
 from grpo_core.evaluation import validate
 from grpo_core.logprobs import token_logprobs
 from grpo_core.losses import LossSettings, TokenBatch, grpo_loss, token_weights
 from grpo_core.models import enable_gradient_checkpointing, load_base_model
-from grpo_core.packing import PackedRows, pack_groups, packed_length
-from grpo_core.policies.adapters import AdapterBatch, applied
+from grpo_core.packing import Group, packed_length
+from grpo_core.policies.adapters import applied
 from grpo_core.policies.base import TrainablePolicy
 from grpo_core.policies.starting import input_digests, start_policy
 from grpo_core.progress import Monitor, raise_if_stopping
 from grpo_core.results import TrainingResult
-from grpo_core.rollouts import Roller, Rollout, rollout_metrics, shown_completions
+from grpo_core.rollouts import Roller, Rollout, Rollouts, micro_batch_tokens, rollout_metrics, shown_completions
 from grpo_core.sampling import TorchSampler
 from grpo_core.training import StepResult, TrainingRun
 
-AUTOMATIC_MICRO_BATCH_TOKENS = 4096
+REUSED_SHARE = 0.55
+"""Share of groups with a signal from which the sampler's computation of all prompts is trained on.
+
+A backward pass costs about 1.2 forward passes. With reuse it covers the prompts of all n groups (1.2 n); without,
+the s groups with a signal are computed forward and backward (2.2 s): reuse pays where s > 0.55 n.
+"""
 
 
 def train_grpo(config: GRPOConfig, monitor: Monitor) -> TrainingResult:
@@ -77,12 +84,13 @@ def train_grpo(config: GRPOConfig, monitor: Monitor) -> TrainingResult:
 
     def step(number: int, items: range) -> StepResult:
         started = time.monotonic()
-        rollouts, redrawn = roller.roll(number, items)
+        rollouts = roller.roll(number, items)
         rolled = time.monotonic()
-        metrics = rollout_metrics(rollouts, redrawn) | trainer.train(run, number, rollouts)
-        metrics |= {"time/rollout": rolled - started, "time/train": time.monotonic() - rolled}
-        tokens = sum(len(r.prompt) + len(c.ids) for r in rollouts for c in r.completions)
-        return StepResult(metrics, tokens, shown_completions(number, rollouts))
+        metrics = rollout_metrics(rollouts.groups, rollouts.redrawn) | trainer.train(run, number, rollouts)
+        trained = time.monotonic() - rolled - metrics["time/reference"]
+        metrics |= {"time/rollout": rolled - started, "time/train": trained}
+        tokens = sum(len(r.prompt) + len(c.ids) for r in rollouts.groups for c in r.completions)
+        return StepResult(metrics, tokens, shown_completions(number, rollouts.groups))
 
     def validated() -> dict[str, float]:
         return validate(policy, environment, watched, budget, monitor)
@@ -90,21 +98,21 @@ def train_grpo(config: GRPOConfig, monitor: Monitor) -> TrainingResult:
     return run.execute(step, validated if watched else None, config.eval_every)
 
 
-def micro_batch_tokens(config: GRPOConfig) -> int:
-    """Tokens of one forward and backward pass, padding counted."""
-    return config.micro_batch_tokens or AUTOMATIC_MICRO_BATCH_TOKENS
-
-
 @dataclass
 class _MicroBatch:
-    """Packed groups with everything about their completion tokens that does not depend on the policy's weights."""
+    """Groups of one pass with everything about their completion tokens that does not depend on the policy's weights.
+
+    Attributes:
+        prefill: the groups' prompts, computed by the sampler with gradients; used once.
+    """
 
     rollouts: list[Rollout]
-    packed: PackedRows
+    groups: list[Group]
     sampler_logprobs: Tensor
     advantages: Tensor
     weights: Tensor
     sequence: Tensor
+    prefill: Prefill | None = None
     reference_logprobs: Tensor | None = None
     old_policy_logprobs: Tensor | None = None
 
@@ -115,6 +123,7 @@ class _Sums:
 
     loss: float = 0.0
     difference_max: float = 0.0
+    reference_s: float = 0.0
     totals: dict[str, float] = field(default_factory=dict)
 
 
@@ -133,7 +142,7 @@ class GroupTrainer:
             sampler_correction=config.sampler_correction,
         )
 
-    def train(self, run: TrainingRun, step: int, rollouts: Sequence[Rollout]) -> dict[str, float]:
+    def train(self, run: TrainingRun, step: int, rollouts: Rollouts) -> dict[str, float]:
         """`updates_per_rollout` updates; metrics are means over the trained tokens of all passes.
 
         Raises:
@@ -141,12 +150,13 @@ class GroupTrainer:
         """
         batches = self._batches(rollouts)
         losses: list[float] = []
-        difference_max, totals, update = 0.0, dict[str, float](), dict[str, float]()
+        difference_max, reference_s, totals, update = 0.0, 0.0, dict[str, float](), dict[str, float]()
         for number in range(self._config.updates_per_rollout):
             sums = self._accumulate(batches, may_stop=number == 0)
             update = run.update(step)
             losses.append(sums.loss)
             difference_max = max(difference_max, sums.difference_max)
+            reference_s += sums.reference_s
             totals = {name: totals.get(name, 0.0) + value for name, value in sums.totals.items()}
         tokens = totals.pop("tokens", 0.0)
         means = {name: value / tokens for name, value in totals.items()} if tokens else {}
@@ -156,6 +166,8 @@ class GroupTrainer:
             **absent,
             **means,
             "sampling/logprob_difference_max": difference_max,
+            "fast_path": float(self._policy.base.engine.shares_prompts),
+            "time/reference": reference_s,
             **update,
         }
 
@@ -166,12 +178,14 @@ class GroupTrainer:
             if may_stop:
                 raise_if_stopping(self._monitor)
             problems = [rollout.problem for rollout in batch.rollouts]
-            leaves = self._policy.leaf_adapters(problems)
+            prefill, batch.prefill = batch.prefill, None
+            leaves = prefill.adapters if prefill else self._policy.leaf_adapters(problems)
             if self._config.kl_beta and batch.reference_logprobs is None:
-                with torch.no_grad():
-                    batch.reference_logprobs = self._logprobs(batch, self._policy.reference_adapters(problems))
+                started = time.monotonic()
+                batch.reference_logprobs = self._reference_logprobs(batch, problems)
+                sums.reference_s += time.monotonic() - started
             with applied(self._policy.base.model, leaves, _rows(batch)):
-                logprobs = token_logprobs(self._policy.base, batch.packed, self._config.temperature)
+                logprobs = token_logprobs(self._policy.base, batch.groups, self._config.temperature, prefill)
                 if batch.old_policy_logprobs is None:
                     batch.old_policy_logprobs = logprobs.detach()
                 output = grpo_loss(
@@ -195,28 +209,41 @@ class GroupTrainer:
                 sums.totals[name] = sums.totals.get(name, 0.0) + value
         return sums
 
-    def _logprobs(self, batch: _MicroBatch, adapters: AdapterBatch) -> Tensor:
-        with applied(self._policy.base.model, adapters, _rows(batch)):
-            return token_logprobs(self._policy.base, batch.packed, self._config.temperature)
+    @torch.no_grad()
+    def _reference_logprobs(self, batch: _MicroBatch, problems: Sequence[Problem]) -> Tensor:
+        with applied(self._policy.base.model, self._policy.reference_adapters(problems), _rows(batch)):
+            return token_logprobs(self._policy.base, batch.groups, self._config.temperature)
 
-    def _batches(self, rollouts: Sequence[Rollout]) -> list[_MicroBatch]:
-        """Groups packed into passes of rows of like length; weights are over the whole step.
+    def _batches(self, rollouts: Rollouts) -> list[_MicroBatch]:
+        """Groups in passes of like length; weights are over the whole step.
 
         Without a KL penalty a group whose rewards are all equal has exactly no gradient: it counts in
         the denominator and is not computed.
         """
-        counted = [c for r in rollouts for c, keep in zip(r.completions, r.counted.tolist(), strict=True) if keep]
+        groups = rollouts.groups
+        counted = [c for r in groups for c, keep in zip(r.completions, r.counted.tolist(), strict=True) if keep]
         assert self._config.max_new_tokens is not None
         per_completion = token_weights([len(c.ids) for c in counted], self._config.loss, self._config.max_new_tokens)
         weights = {id(completion): weight for completion, weight in zip(counted, per_completion, strict=True)}
-        trained = [r for r in rollouts if bool(r.counted.any()) and (r.signal or self._config.kl_beta > 0)]
+        trained = [r for r in groups if bool(r.counted.any()) and (r.signal or self._config.kl_beta > 0)]
+        if rollouts.prefill and len(trained) >= REUSED_SHARE * len(groups):
+            return [self._micro_batch(groups, trained, weights, rollouts.prefill)]
         parts = _partition(trained, micro_batch_tokens(self._config))
-        return [self._micro_batch(part, weights) for part in parts]
+        return [self._micro_batch(part, part, weights) for part in parts]
 
-    def _micro_batch(self, rollouts: list[Rollout], weights: dict[int, float]) -> _MicroBatch:
+    def _micro_batch(
+        self,
+        rollouts: list[Rollout],
+        trained: list[Rollout],
+        weights: dict[int, float],
+        prefill: Prefill | None = None,
+    ) -> _MicroBatch:
+        """One pass over the trained rollouts; the others give their prompt only, as `prefill` has it."""
         device = self._policy.base.device
         kept = [
             [(c, float(a)) for c, a, keep in zip(r.completions, r.advantages, r.counted.tolist(), strict=True) if keep]
+            if any(r is each for each in trained)
+            else []
             for r in rollouts
         ]
         flat = [pair for group in kept for pair in group]
@@ -226,18 +253,17 @@ class GroupTrainer:
 
         return _MicroBatch(
             rollouts=rollouts,
-            packed=pack_groups(
-                [(r.prompt, [c.ids for c, _ in group]) for r, group in zip(rollouts, kept, strict=True)], device
-            ),
+            groups=[(r.prompt, [c.ids for c, _ in group]) for r, group in zip(rollouts, kept, strict=True)],
             sampler_logprobs=per_token([logprob for c, _ in flat for logprob in c.logprobs]),
             advantages=per_token([advantage for c, advantage in flat for _ in c.ids]),
             weights=per_token([weights[id(c)] for c, _ in flat for _ in c.ids]),
             sequence=torch.tensor([n for n, (c, _) in enumerate(flat) for _ in c.ids], device=device),
+            prefill=prefill,
         )
 
 
 def _rows(batch: _MicroBatch) -> Tensor:
-    return torch.arange(len(batch.rollouts), device=batch.packed.input_ids.device)
+    return torch.arange(len(batch.rollouts), device=batch.sampler_logprobs.device)
 
 
 def _partition(rollouts: Sequence[Rollout], limit: int) -> list[list[Rollout]]:

@@ -13,6 +13,7 @@ import os
 import shutil
 import tempfile
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -21,6 +22,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
+from grpo_core.engines.base import Engine
+from grpo_core.engines.choice import make_engine
 from grpo_core.errors import ConfigError
 from grpo_core.families import FAMILIES, Family, weights_fingerprint
 from grpo_core.home import lab_home
@@ -49,10 +52,10 @@ class BaseModel:
     source: str
     fingerprint: str
 
-    @property
-    def decoder(self) -> nn.Module:
-        """The model without its LM head: token ids to hidden states."""
-        return self.model.base_model
+    @cached_property
+    def engine(self) -> Engine:
+        """What computes the model without its LM head: token ids to hidden states."""
+        return make_engine(self.model)
 
     @property
     def lm_head(self) -> nn.Linear:
@@ -107,8 +110,8 @@ def weights_source(family: str, model_dir: str | None) -> str:
 def enable_gradient_checkpointing(base: BaseModel) -> None:
     """Recompute activations in the backward pass instead of keeping them.
 
-    transformers does so in train mode only, which also turns dropout on: a model with dropout is refused,
-    because its log-probabilities would differ from pass to pass.
+    A model with dropout is refused: transformers would turn it on with this, and log-probabilities would differ
+    from pass to pass.
 
     Raises:
         ConfigError: the model has dropout.
@@ -116,8 +119,7 @@ def enable_gradient_checkpointing(base: BaseModel) -> None:
     if dropout := getattr(base.model.config, "attention_dropout", 0.0):
         hint = "leave gradient_checkpointing out, or set attention_dropout to 0 in the model's config.json"
         raise ConfigError(f"the model has attention_dropout {dropout}", field="gradient_checkpointing", hint=hint)
-    base.model.activation_checkpointing_enable({"use_reentrant": False})
-    base.model.train()
+    base.engine.enable_gradient_checkpointing()
 
 
 def resolve_device(name: str) -> torch.device:

@@ -17,9 +17,10 @@ from torch import Tensor
 from grpo_core.advantages import group_advantages, has_signal
 from grpo_core.chat import Chat
 from grpo_core.config import GRPOConfig
+from grpo_core.engines.base import Prefill
 from grpo_core.environments.base import Environment, Problem, Score
 from grpo_core.errors import TrainingFailed
-from grpo_core.policies.base import Policy
+from grpo_core.policies.base import TrainablePolicy
 from grpo_core.progress import Monitor, raise_if_stopping
 from grpo_core.sampling import Completion, Sampler, SamplingSettings, addressed_uniforms
 
@@ -28,6 +29,8 @@ MAX_INVALID_SHARE = 0.5
 
 CHECKED_PROMPTS = 1024
 """Prompts rendered before training starts (2 ms each)."""
+
+AUTOMATIC_MICRO_BATCH_TOKENS = 4096
 
 _SHOWN_GROUPS = 2
 
@@ -60,13 +63,27 @@ class Rollout:
         return has_signal(self.rewards, self.valid)
 
 
+@dataclass(frozen=True)
+class Rollouts:
+    """A step's rollouts.
+
+    Attributes:
+        redrawn: how many groups had to be drawn again.
+        prefill: all prompts in order, computed with gradients; None where they must be computed again.
+    """
+
+    groups: list[Rollout]
+    redrawn: int
+    prefill: Prefill | None
+
+
 class Roller:
     """Makes the rollouts of a run's steps."""
 
     def __init__(
         self,
         config: GRPOConfig,
-        policy: Policy,
+        policy: TrainablePolicy,
         environment: Environment,
         chat: Chat,
         sampler: Sampler,
@@ -81,24 +98,25 @@ class Roller:
         self._monitor = monitor
         self._settings = SamplingSettings(config.max_new_tokens, config.temperature, chat.stop_ids)
 
-    def roll(self, step: int, items: range) -> tuple[list[Rollout], int]:
-        """Rollouts of the prompts at these positions, and how many groups had to be drawn again.
+    def roll(self, step: int, items: range) -> Rollouts:
+        """Rollouts of the prompts at these positions.
 
         Raises:
             StopNow: a stop was wanted.
             TrainingFailed: more than `MAX_INVALID_SHARE` of the completions could not be scored.
         """
-        rollouts = dict(zip(items, self._sample(step, items, attempt=0), strict=True))
+        first, prefill = self._sample(step, items, attempt=0)
+        rollouts = dict(zip(items, first, strict=True))
         redrawn = 0
         for attempt in range(1, self._config.resample_zero_variance + 1):
             flat = [position for position, rollout in rollouts.items() if not rollout.signal]
             if not flat:
                 break
             redrawn += len(flat)
-            rollouts |= dict(zip(flat, self._sample(step, flat, attempt), strict=True))
+            rollouts |= dict(zip(flat, self._sample(step, flat, attempt)[0], strict=True))
         done = list(rollouts.values())
         self._refuse_mostly_invalid(step, done)
-        return done, redrawn
+        return Rollouts(done, redrawn, None if redrawn else prefill)
 
     def refuse_long_prompts(self, count: int) -> None:
         """Render the run's first prompts, so that one that does not fit is found now and not hours later.
@@ -112,21 +130,25 @@ class Roller:
     def _prompt(self, problem: Problem) -> list[int]:
         return self._chat.prompt_ids(self._policy.render(problem), self._settings.max_new_tokens)
 
-    def _sample(self, step: int, positions: Sequence[int], attempt: int) -> list[Rollout]:
+    def _sample(self, step: int, positions: Sequence[int], attempt: int) -> tuple[list[Rollout], Prefill | None]:
+        """One group per position; and their prompts, computed with gradients if they may be trained on as they are."""
         config = self._config
         stream = "rl" if attempt == 0 else f"rl/resample-{attempt}"
         problems = [self._environment.problem(config.seed, "train", position, stream) for position in positions]
         prompts = [self._prompt(problem) for problem in problems]
         tokens = self._settings.max_new_tokens
         uniforms = [addressed_uniforms(config.seed, step, p, attempt, config.group_size, tokens) for p in positions]
-        groups = self._sampler.sample(
+        most = sum(len(prompt) + config.group_size * (tokens - 1) for prompt in prompts)
+        reusable = config.updates_per_rollout == 1 and most <= micro_batch_tokens(config)
+        sampled = self._sampler.sample(
             prompts,
-            self._policy.adapters(problems),
+            self._policy.leaf_adapters(problems) if reusable else self._policy.adapters(problems),
             self._settings,
             np.stack(uniforms),
             between_tokens=lambda: raise_if_stopping(self._monitor),
         )
-        return [self._score(*each) for each in zip(problems, prompts, groups, strict=True)]
+        rollouts = [self._score(*each) for each in zip(problems, prompts, sampled.groups, strict=True)]
+        return rollouts, sampled.prefill if reusable else None
 
     def _score(self, problem: Problem, prompt: list[int], completions: list[Completion]) -> Rollout:
         texts = [self._chat.text(completion.ids) for completion in completions]
@@ -156,6 +178,11 @@ class Roller:
                 hint="mend the environment's reward",
                 code="REWARD_FAILED",
             )
+
+
+def micro_batch_tokens(config: GRPOConfig) -> int:
+    """Tokens of one forward and backward pass."""
+    return config.micro_batch_tokens or AUTOMATIC_MICRO_BATCH_TOKENS
 
 
 def rollout_metrics(rollouts: Sequence[Rollout], redrawn: int) -> dict[str, float]:

@@ -14,11 +14,10 @@ from typing import Protocol
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
+from grpo_core.engines.base import Prefill
 from grpo_core.models import BaseModel
-from grpo_core.packing import PADDING, PROMPT, attention_masks
-from grpo_core.policies.adapters import AdapterBatch, applied
+from grpo_core.policies.adapters import AdapterBatch
 
 
 @dataclass
@@ -47,6 +46,19 @@ class SamplingSettings:
     stop_ids: frozenset[int]
 
 
+@dataclass(frozen=True)
+class Samples:
+    """Groups of completions, one group per prompt.
+
+    Attributes:
+        prefill: the prompts as the sampler's engine computed them, for whoever computes them next under the same
+            adapters; None from a sampler with an engine of its own.
+    """
+
+    groups: list[list[Completion]]
+    prefill: Prefill | None
+
+
 class Sampler(Protocol):
     """An engine that samples groups of completions."""
 
@@ -57,11 +69,13 @@ class Sampler(Protocol):
         settings: SamplingSettings,
         uniforms: np.ndarray,
         between_tokens: Callable[[], None] = ...,
-    ) -> list[list[Completion]]:
+    ) -> Samples:
         """One group per prompt.
 
         Args:
-            prompts: token ids; adapters: one for all prompts or one for each.
+            prompts: token ids.
+            adapters: one for all prompts or one for each. Where they are leaves that require gradients, a sampler
+                that trains too computes the prompts differentiably.
             uniforms: ``float64[prompts, group, max_new_tokens]`` in [0, 1).
             between_tokens: called before every decode step; may raise to leave.
         """
@@ -88,7 +102,6 @@ class TorchSampler:
     def __init__(self, base: BaseModel):
         self._base = base
 
-    @torch.no_grad()
     def sample(
         self,
         prompts: Sequence[Sequence[int]],
@@ -96,23 +109,24 @@ class TorchSampler:
         settings: SamplingSettings,
         uniforms: np.ndarray,
         between_tokens: Callable[[], None] = lambda: None,
-    ) -> list[list[Completion]]:
+    ) -> Samples:
         """See `Sampler.sample`."""
-        group = uniforms.shape[1]
-        device = self._base.device
-        owner = torch.arange(len(prompts), device=device)
-        with applied(self._base.model, adapters, owner):
-            cache, logits, positions, segments = self._prefill(prompts)
-        cache.batch_repeat_interleave(group)
-        logits, positions, segments = (t.repeat_interleave(group, dim=0) for t in (logits, positions, segments))
-        owner = owner.repeat_interleave(group)
-        next_position = torch.tensor([len(p) for p in prompts], device=device).repeat_interleave(group)
+        with torch.set_grad_enabled(adapters.requires_grad):
+            prefill = self._base.engine.prefill(prompts, adapters)
+        return Samples(self._decode(prefill, settings, uniforms, between_tokens), prefill)
 
-        completions = [Completion() for _ in range(len(prompts) * group)]
+    @torch.no_grad()
+    def _decode(
+        self, prefill: Prefill, settings: SamplingSettings, uniforms: np.ndarray, between_tokens: Callable[[], None]
+    ) -> list[list[Completion]]:
+        group = uniforms.shape[1]
+        decoding = self._base.engine.decoding(prefill, group)
+        completions = [Completion() for _ in range(len(prefill.prompts) * group)]
         alive = list(range(len(completions)))
         draws = uniforms.reshape(len(completions), -1)
         for number in range(settings.max_new_tokens):
             between_tokens()
+            logits = self._base.lm_head(decoding.hidden)
             tokens, logprobs, entropies = _draw(logits, settings.temperature, draws[alive, number])
             keep = []
             drawn = zip(alive, tokens.tolist(), logprobs.tolist(), entropies.tolist(), strict=True)
@@ -127,41 +141,12 @@ class TorchSampler:
             if not keep or number + 1 == settings.max_new_tokens:
                 break
             if len(keep) < len(alive):
-                kept = torch.tensor(keep, device=device)
-                cache.batch_select_indices(kept)
-                positions, segments, owner = positions[kept], segments[kept], owner[kept]
-                next_position, tokens = next_position[kept], tokens[kept]
+                kept = torch.tensor(keep, device=tokens.device)
+                decoding.keep(kept)
+                tokens = tokens[kept]
                 alive = [alive[place] for place in keep]
-            positions = torch.cat([positions, next_position[:, None]], dim=1)
-            segments = torch.cat([segments, torch.full_like(next_position[:, None], PROMPT + 1)], dim=1)
-            with applied(self._base.model, adapters, owner):
-                logits = self._forward(tokens[:, None], positions, segments, cache)[:, -1]
-            next_position = next_position + 1
+            decoding.step(tokens)
         return [completions[start : start + group] for start in range(0, len(completions), group)]
-
-    def _prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[DynamicCache, Tensor, Tensor, Tensor]:
-        device = self._base.device
-        length = max(len(prompt) for prompt in prompts)
-        ids = torch.tensor([[*p, *[0] * (length - len(p))] for p in prompts], device=device)
-        positions = torch.arange(length, device=device).expand(len(prompts), -1)
-        lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-        segments = torch.where(positions < lengths[:, None], PROMPT, PADDING)
-        # A plain dynamic cache keeps every key: the sliding window is in the mask, where it counts positions.
-        cache = DynamicCache()
-        hidden = self._hidden(ids, positions, segments, cache)
-        last = hidden[torch.arange(len(prompts), device=device), lengths - 1]
-        return cache, self._base.lm_head(last), positions, segments
-
-    def _forward(self, ids: Tensor, positions: Tensor, segments: Tensor, cache: DynamicCache) -> Tensor:
-        return self._base.lm_head(self._hidden(ids, positions, segments, cache))
-
-    def _hidden(self, ids: Tensor, positions: Tensor, segments: Tensor, cache: DynamicCache) -> Tensor:
-        """Hidden states of the newest ``ids.shape[1]`` tokens; positions and segments cover the cache as well."""
-        new = ids.shape[1]
-        masks = attention_masks(self._base.model, positions[:, -new:], segments[:, -new:], positions, segments)
-        return self._base.decoder(
-            input_ids=ids, attention_mask=masks, position_ids=positions[:, -new:], cache=cache, use_cache=True
-        ).last_hidden_state
 
 
 def _draw(logits: Tensor, temperature: float, uniforms: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
@@ -170,17 +155,40 @@ def _draw(logits: Tensor, temperature: float, uniforms: np.ndarray) -> tuple[Ten
     Returns:
         tokens ``int[rows]``, their log-probabilities ``float[rows]`` and entropies ``float[rows]``.
     """
-    logprobs = torch.log_softmax(logits.float() / (temperature or 1.0), dim=-1)
-    probabilities = logprobs.exp()
-    entropies = -(probabilities * logprobs).sum(-1)
+    shifted = logits.float() / (temperature or 1.0)
+    shifted -= shifted.amax(-1, keepdim=True)
+    weights = shifted.exp()
+    totals = weights.sum(-1)
+    # entropy = log Z - sum of p * logit, with logits relative to the largest; 0 * -inf counts as 0
+    entropies = totals.log() - torch.linalg.vecdot(weights, shifted.nan_to_num(neginf=0.0)) / totals
     if temperature == 0:
-        tokens = logits.argmax(-1)
-        return tokens, torch.zeros_like(entropies), entropies
+        return logits.argmax(-1), torch.zeros_like(entropies), entropies
     # Metal has no fp64, and fp32 sums over a vocabulary are off by more than the tail's probabilities.
     place = torch.device("cpu") if logits.device.type == "mps" else logits.device
-    cumulative = probabilities.to(place, torch.float64).cumsum(-1)
-    points = torch.from_numpy(uniforms).to(place)[:, None] * cumulative[:, -1:]
-    # right=True: a point on a boundary belongs to the token above it, so no token of probability 0 is drawn
-    tokens = torch.searchsorted(cumulative, points, right=True).squeeze(1).clamp(max=logits.shape[-1] - 1)
-    tokens = tokens.to(logits.device)
-    return tokens, logprobs.gather(1, tokens[:, None]).squeeze(1), entropies
+    tokens = _invert(weights.to(place), torch.from_numpy(uniforms).to(place)).to(logits.device)
+    return tokens, shifted.gather(1, tokens[:, None]).squeeze(1) - totals.log(), entropies
+
+
+_STRIDE = 256
+"""Tokens whose weights are summed first, so that only one such run a row is looked through in fp64."""
+
+
+def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """The token in whose share of the cumulative distribution each row's uniform falls.
+
+    Args:
+        weights: ``float[rows, vocabulary]``, not normalised. uniforms: ``float64[rows]`` in [0, 1).
+
+    Returns:
+        ``int[rows]``; a token of weight 0 is never drawn.
+    """
+    runs = torch.nn.functional.pad(weights, (0, -weights.shape[1] % _STRIDE)).view(len(weights), -1, _STRIDE)
+    sums = runs.sum(-1).double().cumsum(-1)
+    points = uniforms[:, None] * sums[:, -1:]
+    # right=True: a point on a boundary belongs to what is above it, so nothing of weight 0 is drawn
+    run = torch.searchsorted(sums, points, right=True)
+    below = torch.where(run > 0, sums.gather(1, (run - 1).clamp(min=0)), 0.0)
+    within = runs[torch.arange(len(runs), device=runs.device), run.squeeze(1)].double().cumsum(-1)
+    # A run's fp32 sum can be a little more than its tokens' fp64 sum: the point stays below the latter.
+    points = torch.minimum(points - below, within[:, -1:].nextafter(torch.zeros_like(below)))
+    return (run * _STRIDE + torch.searchsorted(within, points, right=True)).squeeze(1)

@@ -27,7 +27,6 @@ from grpo_core.evaluation import validate
 from grpo_core.files import read_text
 from grpo_core.logprobs import token_logprobs
 from grpo_core.models import load_base_model
-from grpo_core.packing import pack_groups
 from grpo_core.policies.adapters import AdapterBatch, applied
 from grpo_core.policies.peft_lora import PeftLoraPolicy
 from grpo_core.policies.starting import input_digests, start_policy
@@ -120,11 +119,9 @@ def _backward(policy: PeftLoraPolicy, leaves: AdapterBatch, batch: Sequence[Exam
     total = 0.0
     for start in range(0, len(batch), MICRO_BATCH):
         raise_if_stopping(monitor)
-        packed = pack_groups(
-            [(e.prompt, [e.completion]) for e in batch[start : start + MICRO_BATCH]], policy.base.device
-        )
+        groups = [(e.prompt, [e.completion]) for e in batch[start : start + MICRO_BATCH]]
         with applied(policy.base.model, leaves):
-            loss = -token_logprobs(policy.base, packed).sum() / tokens
+            loss = -token_logprobs(policy.base, groups).sum() / tokens
             loss.backward()
         total += float(loss.detach())
     return total
@@ -225,6 +222,6 @@ def _mean_loss(policy: PeftLoraPolicy, examples: Sequence[Example]) -> float:
     total = 0.0
     with applied(policy.base.model, policy.adapters([])):
         for start in range(0, len(examples), MICRO_BATCH):
-            batch = [(example.prompt, [example.completion]) for example in examples[start : start + MICRO_BATCH]]
-            total -= float(token_logprobs(policy.base, pack_groups(batch, policy.base.device)).sum())
+            groups = [(e.prompt, [e.completion]) for e in examples[start : start + MICRO_BATCH]]
+            total -= float(token_logprobs(policy.base, groups).sum())
     return total / sum(len(example.completion) for example in examples)

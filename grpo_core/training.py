@@ -328,4 +328,5 @@ def _numeric_layout(policy: TrainablePolicy, micro_batch: int) -> dict[str, Any]
         "threads": torch.get_num_threads() if base.device.type == "cpu" else None,
         "machine": platform.machine(),
         "micro_batch": micro_batch,
+        "engine": base.engine.name,
     }

@@ -110,7 +110,7 @@ def test_smollm2_answers_from_its_cache() -> None:
     chat = Chat(base)
     prompt = chat.prompt_ids([{"role": "user", "content": "What is the capital of France?"}], 12)
     settings = SamplingSettings(12, 0.0, chat.stop_ids)
-    ((completion,),) = TorchSampler(base).sample(
-        [prompt], NO_ADAPTER, settings, addressed_uniforms(0, 0, 0, 0, 1, 12)[None]
+    ((completion,),) = (
+        TorchSampler(base).sample([prompt], NO_ADAPTER, settings, addressed_uniforms(0, 0, 0, 0, 1, 12)[None]).groups
     )
     assert chat.text(completion.ids) == "The capital of France is Paris."

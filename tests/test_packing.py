@@ -9,10 +9,16 @@ from loops import FAMILY
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+import grpo_core.engines.blocks
+import grpo_core.engines.decoder
+import grpo_core.engines.generic
 import grpo_core.packing
+from grpo_core.engines.base import Engine
+from grpo_core.engines.generic import GenericEngine
+from grpo_core.engines.native import NativeEngine
 from grpo_core.logprobs import token_logprobs
 from grpo_core.models import BaseModel, load_base_model
-from grpo_core.packing import PADDING, PROMPT, attention_masks, pack_groups, packed_length, visible
+from grpo_core.packing import PADDING, PROMPT, PackedRows, attention_masks, pack_groups, packed_length, visible
 from grpo_core.policies.adapters import applied
 from grpo_core.policies.peft_lora import PeftLoraPolicy
 
@@ -84,17 +90,18 @@ def gradients(policy: PeftLoraPolicy, compute: Callable[[], Tensor]) -> tuple[Te
 
 
 @ARCHITECTURES
+@pytest.mark.parametrize("engine", [NativeEngine, GenericEngine])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("window", [None, 5])
 def test_shared_prompt_gives_the_unshared_logprobs_and_gradients(
-    tiny_model_dir: str, temperature: float, window: int | None
+    tiny_model_dir: str, engine: type[Engine], temperature: float, window: int | None
 ) -> None:
     if window and tiny_model_dir.endswith("llama"):
         pytest.skip("Llama has no sliding window")
     base = base_in_fp64(tiny_model_dir, window)
     policy = policy_of(base)
-    packed = pack_groups(GROUPS)
-    shared, shared_gradients = gradients(policy, lambda: token_logprobs(base, packed, temperature))
+    base.__dict__["engine"] = engine(base.model)
+    shared, shared_gradients = gradients(policy, lambda: token_logprobs(base, GROUPS, temperature))
     expected, expected_gradients = gradients(policy, lambda: unshared(base, temperature))
     assert len(expected) == 15  # 4 + 1 + 0 + 2 and 3 + 5 completion tokens
     assert torch.allclose(shared, expected, atol=1e-9, rtol=0)
@@ -109,19 +116,53 @@ def leaking(*args: Tensor, **_: object) -> Tensor:
     return (key_positions[:, None, :] <= query_positions[:, :, None])[:, None]
 
 
+@pytest.mark.parametrize("engine", [NativeEngine, GenericEngine])
 @pytest.mark.parametrize("mutant", ["leak", "shifted", "no_window"])
 @pytest.mark.parametrize("tiny_model_dir", ["mistral"], indirect=True)
-def test_the_comparison_would_notice_a_fault(tiny_model_dir: str, mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_comparison_would_notice_a_fault(
+    tiny_model_dir: str, engine: type[Engine], mutant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     base = base_in_fp64(tiny_model_dir, window=5)
-    packed = pack_groups(GROUPS)
-    if mutant == "leak":
-        monkeypatch.setattr(grpo_core.packing, "visible", leaking)
-    elif mutant == "shifted":
-        packed.positions[packed.segments > PROMPT] += 1
+    base.__dict__["engine"] = engine(base.model)
+    monkeypatch.setattr(GenericEngine, "_verify", lambda *_: None)  # it would notice, and compute unshared
+    rule = {"leak": leaking, "no_window": lambda *places: visible(*places[:4], None)}.get(mutant)
+    if rule is not None:
+        monkeypatch.setattr(grpo_core.packing, "visible", rule)
+        monkeypatch.setattr(grpo_core.engines.blocks, "visible", rule)
     else:
-        monkeypatch.setattr(grpo_core.packing, "visible", lambda *places: visible(*places[:4], None))
+        rotary, packed = grpo_core.engines.decoder.Decoder._rope, grpo_core.engines.generic.pack_groups
+        monkeypatch.setattr(grpo_core.engines.decoder.Decoder, "_rope", lambda d, p, x: rotary(d, p + (p > 8), x))
+        monkeypatch.setattr(grpo_core.engines.generic, "pack_groups", lambda *groups: shifted(packed(*groups)))
     with applied(base.model, policy_of(base).adapters([])):
-        assert float((token_logprobs(base, packed) - unshared(base, 1.0)).abs().max()) > 1e-3
+        assert float((token_logprobs(base, GROUPS) - unshared(base, 1.0)).abs().max()) > 1e-3
+
+
+def shifted(packed: PackedRows) -> PackedRows:
+    packed.positions[packed.segments > PROMPT] += 1
+    return packed
+
+
+@ARCHITECTURES
+@pytest.mark.parametrize("window", [None, 5])
+def test_prompts_of_the_sampler_are_trained_on_as_if_computed_again(tiny_model_dir: str, window: int | None) -> None:
+    if window and tiny_model_dir.endswith("llama"):
+        pytest.skip("Llama has no sliding window")
+    base = base_in_fp64(tiny_model_dir, window)
+    policy = policy_of(base)
+    again, expected = gradients(policy, lambda: token_logprobs(base, GROUPS))
+    leaves = policy.leaf_adapters([])
+    prefill = base.engine.prefill([prompt for prompt, _ in GROUPS], leaves)
+    base.engine.decoding(prefill, 2).step(torch.tensor([20, 30, 60, 70]))  # decoding in between changes nothing
+    for tensor in policy.trainable_parameters().values():
+        tensor.grad = None
+    with applied(base.model, leaves):
+        logprobs = token_logprobs(base, GROUPS, prefill=prefill)
+    (logprobs * torch.linspace(1, 2, len(logprobs), dtype=torch.float64)).sum().backward()
+    policy.backward(leaves)
+    assert torch.allclose(logprobs, again, atol=1e-9, rtol=0)
+    for name, tensor in policy.trainable_parameters().items():
+        assert tensor.grad is not None
+        assert torch.allclose(tensor.grad, expected[name], atol=1e-9, rtol=0), name
 
 
 def test_layout_of_a_row() -> None:
@@ -176,6 +217,7 @@ def test_chunked_logprobs_pass_gradcheck_over_several_chunks(monkeypatch: pytest
     import grpo_core.logprobs as logprobs
 
     monkeypatch.setattr(logprobs, "_CHUNK", 3)
+    monkeypatch.setattr(logprobs, "_SLICE", 2)
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(7, 5, generator=generator, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(11, 5, generator=generator, dtype=torch.float64)

@@ -5,9 +5,11 @@ import pytest
 import torch
 from loops import FAMILY
 
+from grpo_core.engines.base import Engine
+from grpo_core.engines.generic import GenericEngine
+from grpo_core.engines.native import NativeEngine
 from grpo_core.logprobs import token_logprobs
 from grpo_core.models import load_base_model
-from grpo_core.packing import pack_groups
 from grpo_core.policies.adapters import NO_ADAPTER, applied
 from grpo_core.policies.peft_lora import PeftLoraPolicy
 from grpo_core.sampling import SamplingSettings, TorchSampler, _draw, addressed_uniforms
@@ -21,7 +23,8 @@ def uniforms(prompts: int, group: int, tokens: int = 6) -> np.ndarray:
 
 
 @pytest.mark.parametrize("tiny_model_dir", ["llama", "qwen3", "mistral"], indirect=True)
-def test_sampled_logprobs_are_the_policys_own(tiny_model_dir: str) -> None:
+@pytest.mark.parametrize("engine", [NativeEngine, GenericEngine])
+def test_sampled_logprobs_are_the_policys_own(tiny_model_dir: str, engine: type[Engine]) -> None:
     family = FAMILY[tiny_model_dir.rpartition("/")[2]]
     base = load_base_model(family, tiny_model_dir, "cpu", "float32")
     policy = PeftLoraPolicy.create(base, 4, 8, seed=0)
@@ -29,35 +32,36 @@ def test_sampled_logprobs_are_the_policys_own(tiny_model_dir: str) -> None:
         tensor.data.normal_(0, 0.2, generator=torch.Generator().manual_seed(3))
     # stop ids make rows end early and leave the batch
     settings = SamplingSettings(6, 0.8, frozenset(range(0, 258, 4)))
-    groups = TorchSampler(base).sample(PROMPTS, policy.adapters([]), settings, uniforms(3, 4))
+    base.__dict__["engine"] = engine(base.model)
+    groups = TorchSampler(base).sample(PROMPTS, policy.adapters([]), settings, uniforms(3, 4)).groups
     lengths = [len(completion.ids) for group in groups for completion in group]
     assert len(lengths) == 12 and min(lengths) < max(lengths)
-    packed = pack_groups([(p, [c.ids for c in group]) for p, group in zip(PROMPTS, groups, strict=True)])
+    completed = [(p, [c.ids for c in group]) for p, group in zip(PROMPTS, groups, strict=True)]
     sampled = torch.tensor([x for group in groups for c in group for x in c.logprobs])
     with torch.no_grad(), applied(base.model, policy.adapters([])):
-        recomputed = token_logprobs(base, packed, temperature=0.8)
+        recomputed = token_logprobs(base, completed, temperature=0.8)
         # forgetting the temperature in the loss would show as a first ratio far from 1
-        untempered = token_logprobs(base, packed, temperature=1.0)
+        untempered = token_logprobs(base, completed, temperature=1.0)
     assert torch.allclose(sampled, recomputed, atol=1e-5)
     assert float((untempered - recomputed).abs().max()) > 1e-3
     with torch.no_grad():
-        bare = token_logprobs(base, packed, temperature=0.8)
+        bare = token_logprobs(base, completed, temperature=0.8)
     assert float((bare - recomputed).abs().max()) > 1e-3  # rollouts come from the adapter, not from the base
 
 
 def test_a_group_does_not_depend_on_its_neighbours(tiny_model_dir: str) -> None:
     base = load_base_model("smollm2-135m", tiny_model_dir, "cpu", "float32")
     sampler = TorchSampler(base)
-    together = sampler.sample(PROMPTS, NO_ADAPTER, FREE, uniforms(3, 4))
+    together = sampler.sample(PROMPTS, NO_ADAPTER, FREE, uniforms(3, 4)).groups
     for number, prompt in enumerate(PROMPTS):
-        alone = sampler.sample([prompt], NO_ADAPTER, FREE, uniforms(3, 4)[number : number + 1])
+        alone = sampler.sample([prompt], NO_ADAPTER, FREE, uniforms(3, 4)[number : number + 1]).groups
         assert [c.ids for c in alone[0]] == [c.ids for c in together[number]]
 
 
 def test_greedy_equals_transformers_generate(tiny_model_dir: str) -> None:
     base = load_base_model("smollm2-135m", tiny_model_dir, "cpu", "float32")
     settings = SamplingSettings(6, 0.0, frozenset({base.tokenizer.eos_token_id}))
-    ours = TorchSampler(base).sample(PROMPTS, NO_ADAPTER, settings, uniforms(3, 1))
+    ours = TorchSampler(base).sample(PROMPTS, NO_ADAPTER, settings, uniforms(3, 1)).groups
     for prompt, (completion,) in zip(PROMPTS, ours, strict=True):
         theirs = base.model.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False)[0, len(prompt) :]
         assert completion.ids == theirs.tolist()
@@ -66,9 +70,9 @@ def test_greedy_equals_transformers_generate(tiny_model_dir: str) -> None:
 def test_stop_token_is_kept_and_ends_the_completion(tiny_model_dir: str) -> None:
     base = load_base_model("smollm2-135m", tiny_model_dir, "cpu", "float32")
     settings = SamplingSettings(6, 1.0, frozenset(range(258)))
-    for group in TorchSampler(base).sample(PROMPTS, NO_ADAPTER, settings, uniforms(3, 2)):
+    for group in TorchSampler(base).sample(PROMPTS, NO_ADAPTER, settings, uniforms(3, 2)).groups:
         assert [(len(c.ids), c.truncated) for c in group] == [(1, False), (1, False)]
-    free = TorchSampler(base).sample(PROMPTS, NO_ADAPTER, FREE, uniforms(3, 2))
+    free = TorchSampler(base).sample(PROMPTS, NO_ADAPTER, FREE, uniforms(3, 2)).groups
     assert all(len(c.ids) == 6 and c.truncated for group in free for c in group)
 
 

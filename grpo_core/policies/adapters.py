@@ -31,6 +31,11 @@ class AdapterBatch:
     b: dict[str, Tensor]
     scaling: float
 
+    @property
+    def requires_grad(self) -> bool:
+        """Whether gradients are wanted for these weights."""
+        return any(weight.requires_grad for weight in (*self.a.values(), *self.b.values()))
+
     def detached(self) -> AdapterBatch:
         """The same values without gradients."""
         return AdapterBatch(
@@ -109,3 +114,19 @@ def applied(model: nn.Module, adapters: AdapterBatch, rows: Tensor | None = None
     finally:
         for layer in layers.values():
             layer.active = None  # type: ignore[assignment]
+
+
+@contextmanager
+def serving_rows(model: nn.Module, rows: Tensor) -> Iterator[None]:
+    """Within `applied` adapters of several rows: repeat them for these ``int[rows]`` of a larger batch."""
+    several = [m for m in model.modules() if isinstance(m, AdaptedLinear) and m.active and len(m.active[0]) > 1]
+    before = [layer.active for layer in several]
+    try:
+        for layer in several:
+            assert layer.active is not None
+            a, b = layer.active
+            layer.active = a[rows], b[rows]
+        yield
+    finally:
+        for layer, active in zip(several, before, strict=True):
+            layer.active = active
