@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CONFIG ?= deployments/configs/smollm2-niah.toml
 PYTEST_ARGS ?=
+BENCH := .bench
+BENCH_ARGS ?=
 PYTHONS := $(or $(PYTHON),python3.13 python3.12 python3.11 python3)
 # Wheels only: no compiler is needed, and where a wheel is missing pip says which one.
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-input --disable-pip-version-check --only-binary :all:
@@ -32,9 +34,14 @@ lint: $(STAMP)  ## style, formatting and the direction of imports
 types: $(STAMP)  ## static types of the four packages
 	@$(BIN)/basedpyright
 
-bench: $(STAMP)  ## side-by-side measurements
-	@test -f benchmarks/run.py || { echo 'make bench: benchmarks/run.py does not exist yet; there is nothing to measure' >&2; exit 1; }
-	@$(BIN)/python benchmarks/run.py
+bench: $(BENCH)/.installed  ## side-by-side measurements; one table: BENCH_ARGS=headline
+	@PYTHONPATH=$(BENCH) $(BIN)/python benchmarks/run.py $(BENCH_ARGS)
+
+# TRL stays out of .venv: it is what we are measured against, and nothing of ours needs it.
+$(BENCH)/.installed: $(STAMP) benchmarks/requirements.lock
+	@rm -rf $(BENCH)
+	@$(PIP_INSTALL) --no-deps --target $(BENCH) --requirement benchmarks/requirements.lock
+	@touch $@
 
 clean:  ## remove caches and build output; .venv and LAB_HOME stay
 	@rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

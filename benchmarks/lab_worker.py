@@ -6,11 +6,9 @@ import tempfile
 import time
 
 from link import Link, peak_memory_gib
-from workload import check_length
 
 from grpo_core.chat import Chat
 from grpo_core.config import GRPOConfig
-from grpo_core.environments.registry import make_environment
 from grpo_core.grpo import train_grpo
 from grpo_core.models import BaseModel
 from grpo_core.progress import Event, StepEvent
@@ -51,9 +49,6 @@ class Stepper:
     def stop_requested(self) -> None:
         return None
 
-    def begin(self) -> None:
-        self._started = time.monotonic()
-
     def _next(self, answer: dict[str, float]) -> None:
         self._link.answer(**answer)
         self._link.wait()
@@ -74,22 +69,13 @@ def never_stop() -> None:
 def main() -> None:
     link = Link()
     with tempfile.TemporaryDirectory(prefix="grpo-bench-") as folder:
-        values = {**link.spec["config"], "checkpoint_dir": folder, "checkpoint_every": 10**6}
-        config = GRPOConfig.parse(values)
+        config = GRPOConfig.parse({**link.spec["config"], "checkpoint_dir": folder, "checkpoint_every": 10**6})
         if link.spec["exact_length"]:
             never_stop()
-            from transformers import AutoTokenizer
-
-            from grpo_core.models import weights_source
-
-            problem = make_environment(config.environment, config.environment_options).problem(0, "train", 0, "rl")
-            messages = [{"role": "user", "content": problem.question}]
-            check_length(AutoTokenizer.from_pretrained(weights_source(config.family, None)), messages, values)
         stepper = Stepper(link, config.eval_every)
-        if not config.eval_every:
+        if not config.eval_every:  # otherwise the validation before the first step answers
             link.answer(ready=True)
-            link.wait()
-            stepper.begin()
+            link.wait()  # the first step's seconds hold the loading of the model: it is a warm-up
         train_grpo(config, stepper)
 
 

@@ -14,14 +14,14 @@ TEMPLATE_TOKENS = 30
 """Tokens of SmolLM2's chat template around a user message: system prompt, markers, generation prompt."""
 
 # Each is one token of SmolLM2, at the start of a message and after a space.
-WORDS = """
-    time people way day man thing woman life child world school state family student group country problem hand
-    part place case week company system program question work government number night point home water room mother
-    area money story fact month lot right study book eye job word business issue side kind head house service
-    friend father power hour game line end member law car city community name president team minute idea body
-    information back parent face others level office door health person art war history party result change
-    morning reason research moment air force education
-""".split()
+WORDS = tuple(
+    "time people way day man thing woman life child world school state family student group country problem "
+    "hand part place case week company system program question work government number night point home water "
+    "room mother area money story fact month lot right study book eye job word business issue side kind head "
+    "house service friend father power hour game line end member law car city community name president team "
+    "minute idea body information back parent face others level office door health person art war history "
+    "party result change morning reason research moment air force education".split()
+)
 
 
 @dataclass(frozen=True)
