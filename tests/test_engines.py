@@ -43,9 +43,9 @@ def in_fp64(folder: str) -> BaseModel:
 def two_adapters(base: BaseModel) -> AdapterBatch:
     """One adapter for each group, in fp64, both with an effect."""
     policies = [PeftLoraPolicy.create(base, 4, 8, seed) for seed in (1, 2)]
-    for policy in policies:
+    for seed, policy in enumerate(policies):
         for tensor in policy.trainable_parameters().values():
-            tensor.data.normal_(0, 0.2, generator=torch.Generator().manual_seed(policy is policies[0]))
+            tensor.data.normal_(0, 0.2, generator=torch.Generator().manual_seed(seed))
     one, two = (policy.adapters([]) for policy in policies)
     a = {name: torch.cat([one.a[name], two.a[name]]).double().requires_grad_() for name in one.a}
     b = {name: torch.cat([one.b[name], two.b[name]]).double().requires_grad_() for name in one.b}

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from grpo_core.engines.functions import AdaptedProduct, RMSNorm, Rotary, SwiGLU
+from grpo_core.engines.functions import AdaptedProduct, RMSNorm, Rotary, SwiGLU, add_adapted
+from grpo_core.engines.packed_weights import FEW_ROWS, packed_linear
 from grpo_core.policies.adapters import AdaptedLinear
 
 ARCHITECTURES = ("llama", "mistral", "qwen3")
@@ -174,6 +175,7 @@ class _Product:
             self._weight = torch.cat([linear.weight.data for linear in linears])
             for linear, part in zip(linears, self._weight.split(self._sizes), strict=True):
                 linear.weight.data = part
+        self._few_rows = packed_linear(self._weight)
 
     def _modules(self) -> list[Any]:
         return [getattr(self._parent, name) for name in self._names]
@@ -197,11 +199,14 @@ class _Product:
 
     def __call__(self, x: Tensor, adapter: Pair | None, rows: Sequence[slice]) -> Tensor:
         """``[tokens, d_in] -> [tokens, all d_out]``."""
-        if adapter is None:
-            return F.linear(x, self._weight)
-        a, b = adapter
-        spans = rows if len(a) > 1 else [slice(None)]
-        return AdaptedProduct.apply(x, self._weight, a, b, spans)  # type: ignore[no-any-return]
+        spans = rows if adapter is not None and len(adapter[0]) > 1 else [slice(None)]
+        if torch.is_grad_enabled() and adapter is not None:
+            return AdaptedProduct.apply(x, self._weight, *adapter, spans)  # type: ignore[no-any-return]
+        few = len(x) <= FEW_ROWS and not torch.is_grad_enabled()
+        y = self._few_rows(x) if few else F.linear(x, self._weight)
+        if adapter is not None:
+            add_adapted(y, x, *adapter, spans)
+        return y
 
 
 def _norm(x: Tensor, module: Any) -> Tensor:

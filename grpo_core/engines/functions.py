@@ -43,11 +43,7 @@ class AdaptedProduct(Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, a: Tensor, b: Tensor, spans: Sequence[slice]) -> Tensor:
         """Args: ``x[tokens, d_in]``, ``weight[d_out, d_in]``, ``a[spans, rank, d_in]``, ``b[spans, d_out, rank]``."""
         y = F.linear(x, weight)
-        downs = []
-        for span, a_, b_ in zip(spans, a, b, strict=True):
-            down = x[span] @ a_.T
-            y[span].addmm_(down, b_.T)
-            downs.append(down)
+        downs = add_adapted(y, x, a, b, spans)
         ctx.save_for_backward(x, weight, a, b, *downs)
         ctx.spans = spans
         return y
@@ -188,6 +184,15 @@ class BlockAttention(Function):
                 d_before[block.prefix] += whole[:, :length].transpose(0, 1)
                 d_own[block.keys] += whole[:, length:].transpose(0, 1)
         return dq, dk, dv, d_prefix_k, d_prefix_v, None
+
+
+def add_adapted(y: Tensor, x: Tensor, a: Tensor, b: Tensor, spans: Sequence[slice]) -> list[Tensor]:
+    """Add (x A^T) B^T of each span to y in place; returns the x A^T."""
+    downs = []
+    for span, a_, b_ in zip(spans, a, b, strict=True):
+        downs.append(x[span] @ a_.T)
+        y[span].addmm_(downs[-1], b_.T)
+    return downs
 
 
 def fold_heads(x: Tensor, kv_heads: int) -> Tensor:
