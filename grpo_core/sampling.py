@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from grpo_core.engines.base import Prefill
+from grpo_core.engines.packed_weights import packed_linear
 from grpo_core.models import BaseModel
 from grpo_core.policies.adapters import AdapterBatch
 
@@ -101,6 +102,7 @@ class TorchSampler:
 
     def __init__(self, base: BaseModel):
         self._base = base
+        self._lm_head = packed_linear(base.lm_head.weight.detach())
 
     def sample(
         self,
@@ -126,7 +128,7 @@ class TorchSampler:
         draws = uniforms.reshape(len(completions), -1)
         for number in range(settings.max_new_tokens):
             between_tokens()
-            logits = self._base.lm_head(decoding.hidden)
+            logits = self._lm_head(decoding.hidden)
             tokens, logprobs, entropies = _draw(logits, settings.temperature, draws[alive, number])
             keep = []
             drawn = zip(alive, tokens.tolist(), logprobs.tolist(), entropies.tolist(), strict=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -147,43 +148,41 @@ class BlockAttention(Function):
             ``[queries of all blocks, heads * d_head]``, in order of the blocks.
         """
         kv_heads = k.shape[1]
-        parts, kept = [], []
-        for block in blocks:
-            queries = fold_heads(q[block.queries], kv_heads)
-            keys, values = _before(prefix_k, k, block), _before(prefix_v, v, block)
-            scores = queries @ keys.mT
+        out = q.new_empty(sum(block.rows for block in blocks), *q.shape[1:])
+        kept = []
+        for block, rows in zip(blocks, _rows(blocks), strict=True):
+            keys, values = _joined(prefix_k, k, block), _joined(prefix_v, v, block)
+            scores = _folded(q[block.queries], kv_heads) @ keys.mT
             if block.mask is not None:
                 scores.view(kv_heads, -1, block.rows, keys.shape[1])[..., -block.mask.shape[1] :] += block.mask
-            probabilities = torch.softmax(scores, dim=-1)
-            parts.append(unfold_heads(probabilities @ values, block.rows))
-            kept.append(probabilities)
+            kept.append(torch.softmax(scores, dim=-1))
+            _unfold(kept[-1] @ values, out[rows])
         ctx.save_for_backward(q, k, v, prefix_k, prefix_v, *kept)
         ctx.blocks = blocks
-        return torch.cat(parts)
+        return out.flatten(1)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """The transposed products of each block; what several blocks saw is summed."""
         q, k, v, prefix_k, prefix_v, *kept = ctx.saved_tensors
         kv_heads = k.shape[1]
-        dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        d_prefix_k, d_prefix_v = torch.zeros_like(prefix_k), torch.zeros_like(prefix_v)
-        row = 0
-        for block, probabilities in zip(ctx.blocks, kept, strict=True):
-            d_out = gradients[0][row : row + block.rows].view(block.rows, -1, q.shape[-1])
-            row += block.rows
-            d_out = fold_heads(d_out, kv_heads)
-            queries = fold_heads(q[block.queries], kv_heads)
-            keys, values = _before(prefix_k, k, block), _before(prefix_v, v, block)
+        dq = torch.zeros_like(q)
+        # keys by head first, as the products give them: sums run over contiguous memory
+        dk, dv, d_prefix_k, d_prefix_v = (
+            x.new_zeros(kv_heads, x.shape[0], x.shape[2]) for x in (k, v, prefix_k, prefix_v)
+        )
+        for block, rows, probabilities in zip(ctx.blocks, _rows(ctx.blocks), kept, strict=True):
+            d_out = _folded(gradients[0][rows].view(block.rows, *q.shape[1:]), kv_heads)
+            keys, values = _joined(prefix_k, k, block), _joined(prefix_v, v, block)
             d_values = probabilities.mT @ d_out
             d_scores = torch.ops.aten._softmax_backward_data(d_out @ values.mT, probabilities, -1, q.dtype)
-            dq[block.queries] += unfold_heads(d_scores @ keys, block.rows).view(block.rows, -1, q.shape[-1])
-            d_keys = d_scores.mT @ queries
+            _unfold(d_scores @ keys, dq[block.queries])
+            d_keys = d_scores.mT @ _folded(q[block.queries], kv_heads)
             length = int(block.prefix.stop - block.prefix.start)
             for whole, d_before, d_own in ((d_keys, d_prefix_k, dk), (d_values, d_prefix_v, dv)):
-                d_before[block.prefix] += whole[:, :length].transpose(0, 1)
-                d_own[block.keys] += whole[:, length:].transpose(0, 1)
-        return dq, dk, dv, d_prefix_k, d_prefix_v, None
+                d_before[:, block.prefix] += whole[:, :length]
+                d_own[:, block.keys] += whole[:, length:]
+        return dq, *(x.transpose(0, 1) for x in (dk, dv, d_prefix_k, d_prefix_v)), None
 
 
 def add_adapted(y: Tensor, x: Tensor, a: Tensor, b: Tensor, spans: Sequence[slice]) -> list[Tensor]:
@@ -195,24 +194,29 @@ def add_adapted(y: Tensor, x: Tensor, a: Tensor, b: Tensor, spans: Sequence[slic
     return downs
 
 
-def fold_heads(x: Tensor, kv_heads: int) -> Tensor:
+def _rows(blocks: Sequence[Block]) -> list[slice]:
+    """Where each block's queries lie in the result."""
+    ends = list(accumulate(block.rows for block in blocks))
+    return [slice(end - block.rows, end) for block, end in zip(blocks, ends, strict=True)]
+
+
+def _folded(x: Tensor, kv_heads: int) -> Tensor:
     """``[n, heads, d] -> [kv_heads, heads / kv_heads * n, d]``: queries of heads that share keys, as rows."""
     rows, heads, width = x.shape
     return x.view(rows, kv_heads, heads // kv_heads, width).permute(1, 2, 0, 3).reshape(kv_heads, -1, width)
 
 
-def unfold_heads(x: Tensor, rows: int) -> Tensor:
-    """The inverse of `fold_heads`, flat: ``[kv_heads, repeats * n, d] -> [n, heads * d]``."""
-    kv_heads, _, width = x.shape
-    return x.view(kv_heads, -1, rows, width).permute(2, 0, 1, 3).reshape(rows, -1)
+def _unfold(x: Tensor, out: Tensor) -> None:
+    """The inverse of `_folded`, written into ``out[n, heads, d]``."""
+    rows, heads, width = out.shape
+    kv_heads = len(x)
+    by_row = x.view(kv_heads, heads // kv_heads, rows, width).permute(2, 0, 1, 3)
+    out.view(rows, kv_heads, heads // kv_heads, width).copy_(by_row)
 
 
-def _before(prefix: Tensor, own: Tensor, block: Block) -> Tensor:
-    """``[kv_heads, keys of prefix and block, d_head]``."""
-    own = own[block.keys]
-    if block.prefix.stop > block.prefix.start:
-        own = torch.cat([prefix[block.prefix], own])
-    return own.transpose(0, 1)
+def _joined(prefix: Tensor, own: Tensor, block: Block) -> Tensor:
+    """``[kv_heads, keys of prefix and block, d_head]``, contiguous."""
+    return torch.cat([prefix[block.prefix].transpose(0, 1), own[block.keys].transpose(0, 1)], dim=1)
 
 
 def _precise(x: Tensor) -> Tensor:
