@@ -10,9 +10,10 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from grpo_core.engines.functions import Block
+from grpo_core.engines.functions import VECTOR, Block, aligned
 from grpo_core.packing import PROMPT, visible
 
 LONGEST_BLOCK = 256
@@ -99,9 +100,10 @@ def _prompt_block(start: int, first: int, end: int, window: int | None, like: Te
 
 
 def _additive(seen: Tensor, like: Tensor) -> Tensor | None:
-    """0 where ``seen: bool[queries, columns]``, else -inf; without the columns before the first hidden one."""
+    """0 where ``seen: bool[queries, columns]``, else -inf, as in padding; without columns that all rows see before it."""
+    seen = F.pad(seen, (0, aligned(seen.shape[1]) - seen.shape[1]))
     hidden = (~seen).any(0).nonzero()
     if not len(hidden):
         return None
-    seen = seen[:, int(hidden[0]) :]
+    seen = seen[:, int(hidden[0]) // VECTOR * VECTOR :]
     return torch.zeros(seen.shape).masked_fill_(~seen, float("-inf")).to(like)

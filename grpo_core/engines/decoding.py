@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from grpo_core.engines.blocks import spans
 from grpo_core.engines.decoder import Adapters, Decoder, Hidden
+from grpo_core.engines.functions import aligned
 
 CACHE_TOKENS = 64
 """Tokens by which the cache of completions grows."""
@@ -37,11 +38,14 @@ class NativeDecoding:
         self._prompt_keys = [_padded(keys, lengths) for keys in prompts.keys]
         self._prompt_values = [_padded(values, lengths) for values in prompts.values]
         kv_heads, d_head = prompts.keys[0].shape[1:]
-        empty = decoder.weights.new_zeros(len(lengths), kv_heads, group, 0, d_head)
+        # many tiny products of few tokens: on a CPU a third of the time in fp32, where they are one batch
+        dtype = torch.promote_types(decoder.weights.dtype, torch.float32) if device.type == "cpu" else None
+        empty = decoder.weights.new_zeros(len(lengths), kv_heads, group, 0, d_head, dtype=dtype)
         self._own_keys = [empty] * len(prompts.keys)
         self._own_values = [empty] * len(prompts.keys)
         self._tokens = 0
         self._masks: dict[int | None, Tensor | None] = {}
+        self._hidden = decoder.weights.new_full((1, 1, 1, 1, 1), float("-inf"))
         self.hidden = prompts.states.repeat_interleave(group, dim=0)
 
     @property
@@ -82,12 +86,15 @@ class NativeDecoding:
         before = queries.view(groups, kv_heads, -1, d_head) @ prompt_keys.mT
         if (mask := self._masks[window]) is not None:
             before += mask
-        own = queries @ self._own_keys[layer][:, :, :, seen].mT
-        probabilities = torch.softmax(torch.cat([before.view(*shape, length), own], dim=-1), dim=-1)
-        before = probabilities[..., :length].reshape(groups, kv_heads, -1, length) @ prompt_values
-        attended = probabilities[..., length:] @ self._own_values[layer][:, :, :, seen]
+        own_keys, own_values = self._own_keys[layer][:, :, :, seen], self._own_values[layer][:, :, :, seen]
+        own = queries.to(own_keys.dtype) @ own_keys.mT
+        end = length + own.shape[-1]
+        padding = self._hidden.expand(*shape, aligned(end) - end)
+        probabilities = torch.softmax(torch.cat([before.view(*shape, length), own, padding], dim=-1), dim=-1)
+        before = probabilities[..., :length].to(q.dtype).reshape(groups, kv_heads, -1, length) @ prompt_values
+        attended = probabilities[..., length:end] @ own_values
         attended += before.view(attended.shape)
-        attended = attended.transpose(1, 2).reshape(self._slots, -1)
+        attended = attended.transpose(1, 2).reshape(self._slots, -1).to(q.dtype)
         return attended if len(q) == self._slots else attended[self._slot]
 
     def _in_slots(self, x: Tensor) -> Tensor:
