@@ -22,6 +22,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
+from grpo_core.allocator import keep_freed_memory
 from grpo_core.engines.base import Engine
 from grpo_core.engines.choice import make_engine
 from grpo_core.errors import ConfigError
@@ -79,6 +80,8 @@ def load_base_model(family: str, model_dir: str | None = None, device: str = "au
     disable_progress_bar()  # loading takes a second, and its bars break the job's own display
     spec = FAMILIES[family]
     torch_device = resolve_device(device)
+    if torch_device.type == "cpu":
+        keep_freed_memory()
     torch_dtype = resolve_dtype(dtype, torch_device)
     source = weights_source(family, model_dir)
     try:
