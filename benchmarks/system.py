@@ -15,7 +15,7 @@ from typing import Any
 HERE = Path(__file__).parent
 
 # glibc gives big blocks back to the system at once and faults them in again: TRL's steps are about a third shorter
-# when it does not (RESULTS.md). The lab runs as its users run it.
+# when it does not (RESULTS.md). The lab sets the same for itself (grpo_core/allocator.py).
 TRL_ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**34)}
 
 

@@ -100,7 +100,7 @@ def _prompt_block(start: int, first: int, end: int, window: int | None, like: Te
 
 
 def _additive(seen: Tensor, like: Tensor) -> Tensor | None:
-    """0 where ``seen: bool[queries, columns]``, else -inf, as in padding; without columns that all rows see before it."""
+    """0 where ``seen: bool[queries, columns]``, else -inf, as in padding; without the columns that all see before."""
     seen = F.pad(seen, (0, aligned(seen.shape[1]) - seen.shape[1]))
     hidden = (~seen).any(0).nonzero()
     if not len(hidden):
