@@ -301,7 +301,7 @@ def test_sft_on_a_dataset(sft: Callable[..., SFTConfig], tmp_path: Path) -> None
         ("", "is empty"),
         ("{", "JSONDecodeError"),
         ('{"prompt": "x"}', "KeyError"),
-        ('{"prompt": "x", "completion": 3}', "3"),
+        ('{"prompt": "x", "completion": 3}', "completion must be text"),
     ],
 )
 def test_faulty_dataset_is_refused(sft: Callable[..., SFTConfig], tmp_path: Path, line: str, said: str) -> None:
