@@ -45,7 +45,7 @@ class NativeDecoding:
         self._own_values = [empty] * len(prompts.keys)
         self._tokens = 0
         self._masks: dict[int | None, Tensor | None] = {}
-        self._hidden = decoder.weights.new_full((1, 1, 1, 1, 1), float("-inf"))
+        self._padding = decoder.weights.new_full((1, 1, 1, 1, 1), float("-inf"))
         self.hidden = prompts.states.repeat_interleave(group, dim=0)
 
     @property
@@ -89,7 +89,7 @@ class NativeDecoding:
         own_keys, own_values = self._own_keys[layer][:, :, :, seen], self._own_values[layer][:, :, :, seen]
         own = queries.to(own_keys.dtype) @ own_keys.mT
         end = length + own.shape[-1]
-        padding = self._hidden.expand(*shape, aligned(end) - end)
+        padding = self._padding.expand(*shape, aligned(end) - end)
         probabilities = torch.softmax(torch.cat([before.view(*shape, length), own, padding], dim=-1), dim=-1)
         before = probabilities[..., :length].to(q.dtype).reshape(groups, kv_heads, -1, length) @ prompt_values
         attended = probabilities[..., length:end] @ own_values
