@@ -85,6 +85,13 @@ def test_reference_is_frozen_while_the_policy_moves(base: BaseModel, tmp_path: P
     assert policy.reference_adapters([]) is NO_ADAPTER
 
 
+def test_fresh_adapter_as_reference_is_the_bare_model(base: BaseModel, tmp_path: Path) -> None:
+    policy = PeftLoraPolicy.create(base, rank=4, alpha=8, seed=0)  # its B is zero
+    policy.save(tmp_path)
+    policy.set_reference("init", tmp_path)
+    assert policy.reference_adapters([]) is NO_ADAPTER
+
+
 def test_round_trip_is_bitwise_and_trainable_in_fp32(base: BaseModel, tmp_path: Path) -> None:
     policy = random_policy(base, 1)
     policy.save(tmp_path)
