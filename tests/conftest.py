@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -44,6 +45,8 @@ def _isolate() -> None:
         HF_HUB_DISABLE_TELEMETRY="1",
         TOKENIZERS_PARALLELISM="false",
     )
+    # A shell's background job ignores Ctrl-C, and so would every process that a test starts.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     # Tiny models are slower on many threads, and workers of pytest-xdist would share the cores anyway.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
