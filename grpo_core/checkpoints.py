@@ -3,22 +3,26 @@
 A run's folder, which may be any fsspec URL::
 
     step-000000/        the policy as training began (the reference that the KL may refer to)
-    step-000010/        policy files, optimizer.safetensors, state.json and, written last, manifest.json
+    step-000010/        policy files, optimizer.safetensors, state.json, metrics.jsonl and, written last, manifest.json
     adapter_config.json, adapter_model.safetensors     the final policy, once the run is complete
     result.json         the result of a complete run, written after everything else
+    writer.json         who writes here at the moment (`lease.py`)
 
 A folder without a valid manifest is no checkpoint. Tensors are safetensors, the rest is JSON.
-Whether a job may go on in a folder is in `continuation.py`, how it does in `training.py`.
+Whether a job may go on in a folder is in `continuation.py`, how it does in `training.py`, how checkpoints get here
+and which of them stay in `keeping.py`.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import os
 import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +31,7 @@ from fsspec.implementations.local import LocalFileSystem
 from grpo_core.errors import CheckpointConflict, CheckpointCorrupt, CheckpointError, NotFoundError
 from grpo_core.files import opened_url, read_json, write_json
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
 RESULT = "result.json"
 _STEP = re.compile(r"step-(\d{6,})$")
@@ -43,6 +47,8 @@ class Manifest:
         files: SHA-256 of every file by name.
         inputs: digests of what the config only names: the initial adapter, the dataset, the base weights.
         parent: step of the checkpoint that this one continued from, or None.
+        run_id: the same in all checkpoints of one run, whatever jobs and machines it went over.
+        validation: what this policy earned on the validation split (``eval/reward``); empty if not measured.
     """
 
     step: int
@@ -54,6 +60,8 @@ class Manifest:
     files: dict[str, str]
     parent: int | None
     inputs: dict[str, str]
+    run_id: str
+    validation: dict[str, float] = field(default_factory=dict)
     format_version: int = FORMAT_VERSION
 
 
@@ -92,21 +100,37 @@ class CheckpointStore:
         return Manifest(**content)
 
     def save(self, source: Path, manifest: Manifest) -> None:
-        """Upload a staged local folder as a checkpoint; its manifest goes last.
+        """Upload a staged local folder as a checkpoint; its manifest goes last. May be called again after an error.
 
         Raises:
-            CheckpointConflict: a complete checkpoint of that step is there, so another run writes here too.
+            CheckpointConflict: another complete checkpoint of that step is there, so another run writes here too.
+            OSError: the store did not take it all.
         """
         folder = self._folder(manifest.step)
-        if self.manifest(manifest.step) is not None:
+        if (existing := self.manifest(manifest.step)) is not None:
+            if existing == manifest:
+                return  # an earlier call whose answer was lost
             message = f"{self.url} already has a checkpoint of step {manifest.step}: another run writes to this folder"
             raise CheckpointConflict(message, field="checkpoint_dir", hint="wait for it, or use another folder")
         if self._fs.exists(folder):
             self._fs.rm(folder, recursive=True)  # an incomplete one: its writer was killed
         self._fs.makedirs(folder, exist_ok=True)
         for name in manifest.files:
-            self._fs.put_file(str(source / name), f"{folder}/{name}")
+            self._put(source / name, f"{folder}/{name}")
         self._write_json(f"{folder}/{MANIFEST}", manifest.__dict__)
+
+    def remove(self, step: int) -> None:
+        """Delete a checkpoint, its manifest first: whoever looks meanwhile finds it whole or not at all."""
+        manifest = f"{self._folder(step)}/{MANIFEST}"
+        if self._fs.exists(manifest):
+            self._fs.rm_file(manifest)
+        self._fs.rm(self._folder(step), recursive=True)
+
+    def remove_incomplete(self) -> None:
+        """Delete what killed writers left behind; only for the folder's one writer."""
+        for step in self._folders():
+            if self.manifest(step) is None:
+                self.remove(step)
 
     def mark(self, step: int, partial: bool) -> None:
         """Say of a complete checkpoint whether its run stopped there."""
@@ -144,7 +168,7 @@ class CheckpointStore:
     def finish(self, policy_files: Path, result: dict[str, Any]) -> None:
         """Put the final policy's files into the run's folder and write its result last."""
         for path in sorted(policy_files.iterdir()):
-            self._fs.put_file(str(path), f"{self._root}/{path.name}")
+            self._put(path, f"{self._root}/{path.name}")
         self._write_json(f"{self._root}/{RESULT}", result)
 
     def reopen(self) -> None:
@@ -164,6 +188,21 @@ class CheckpointStore:
             return []
         names = (path.rstrip("/") for path in self._fs.ls(self._root, detail=False))
         return sorted(int(match[1]) for name in names if (match := _STEP.search(name)))
+
+    def _put(self, source: Path, path: str) -> None:
+        """Upload one file and see that all of it arrived.
+
+        Raises:
+            OSError: it did not.
+        """
+        self._fs.put_file(str(source), path)
+        self._fs.invalidate_cache(path)
+        arrived, size = self._fs.size(path), source.stat().st_size
+        if arrived != size:
+            raise OSError(errno.EIO, f"{arrived} of {size} bytes arrived", path)
+        if isinstance(self._fs, LocalFileSystem):  # before a manifest that says it is there
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
 
     def _read_json(self, path: str) -> dict[str, Any] | None:
         try:

@@ -150,6 +150,12 @@ class OptimizerSettings(Config):
     max_grad_norm: float = Field(default=1.0, gt=0, description="Gradients are scaled down to this norm.")
     weight_decay: float = Field(default=0.0, ge=0, description="AdamW weight decay.")
     checkpoint_every: int = Field(default=10, ge=1, le=MOST, description="Steps between checkpoints.")
+    keep_last: int = Field(
+        default=3, ge=1, le=MOST, description="Newest checkpoints to keep, beside the first and the best validated."
+    )
+    keep_every: int | None = Field(
+        default=None, ge=1, le=MOST, description="Keep also the checkpoints of steps that this divides; empty: none."
+    )
 
 
 class SFTSettings(OptimizerSettings):

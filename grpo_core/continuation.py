@@ -17,7 +17,7 @@ LoopConfig = SFTConfig | GRPOConfig
 
 KINDS = {SFTConfig: "sft", GRPOConfig: "rl"}
 
-_MAY_CHANGE = frozenset({"compute", "checkpoint_every", "log_every"})
+_MAY_CHANGE = frozenset({"compute", "checkpoint_every", "keep_last", "keep_every", "log_every"})
 _MAY_GROW = frozenset({"prompts", "examples"})
 
 
@@ -62,10 +62,7 @@ def stored_result(store: CheckpointStore, config: LoopConfig, inputs: Mapping[st
     """
     grown = refuse_other_run(store, config, inputs)
     document = store.result()
-    if document is not None and grown:
-        store.reopen()
-        return None
-    return TrainingResult(**document) if document is not None else None
+    return TrainingResult(**document) if document is not None and not grown else None
 
 
 def comparable(config: LoopConfig) -> dict[str, Any]:

@@ -6,10 +6,11 @@
     ├── NotFoundError            a thing that the request names does not exist     exit 4
     ├── CheckpointError          a checkpoint cannot be used as asked              exit 2
     │   ├── CheckpointCorrupt    bytes are not those that were written             exit 1
-    │   └── CheckpointConflict   the folder belongs to another run
+    │   ├── CheckpointConflict   the folder belongs to another run
+    │   └── DiskFull             there is no space left for one                    exit 1
     └── TrainingFailed           the run cannot end as a success                   exit 1
 
-Anything else that escapes (a lost file, a crashed process, a full disk) is not in this tree and may
+Anything else that escapes (a lost file, a crashed process) is not in this tree and may
 be retried: `is_retryable` is the one place that decides.
 """
 
@@ -98,6 +99,13 @@ class CheckpointConflict(CheckpointError):
     """A checkpoint folder was written by a run with another configuration, other inputs or another numeric layout."""
 
     code = "CHECKPOINT_CONFLICT"
+
+
+class DiskFull(CheckpointError):
+    """There is no space left for a checkpoint; those that are complete stay valid."""
+
+    code = "DISK_FULL"
+    exit_code = 1
 
 
 class TrainingFailed(LabError):

@@ -31,6 +31,25 @@ def write_text(url: str, text: str) -> str:
     return str(fs.unstrip_protocol(path))
 
 
+def create_text(url: str, text: str) -> None:
+    """Write a file that must not exist yet, making its folder; of several writers only one succeeds.
+
+    Raises:
+        FileExistsError: it exists.
+    """
+    fs, path = opened_url(url)
+    fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+    if not isinstance(fs, LocalFileSystem):
+        fs.pipe_file(path, text.encode(), mode="create")
+        return
+    unfinished = f"{path}.{uuid.uuid4().hex}.tmp"
+    fs.pipe_file(unfinished, text.encode())
+    try:
+        os.link(unfinished, path)  # whole and exclusive at once, as no way of opening a file is
+    finally:
+        os.unlink(unfinished)
+
+
 def write_json(url: str, document: dict[str, Any]) -> str:
     """Write one JSON document as `write_text` does."""
     return write_text(url, json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n")

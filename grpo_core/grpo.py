@@ -77,8 +77,6 @@ def train_grpo(config: GRPOConfig, monitor: Monitor) -> TrainingResult:
     )
     roller = Roller(config, policy, environment, Chat(base), TorchSampler(base), monitor)
     roller.refuse_long_prompts(config.prompts)
-    run.begin()
-    run.freeze_reference(config.kl_reference)
     trainer = GroupTrainer(config, policy, monitor)
     watched = environment.problems(config.seed, "validation", config.eval_prompts) if config.eval_every else []
 
@@ -95,7 +93,9 @@ def train_grpo(config: GRPOConfig, monitor: Monitor) -> TrainingResult:
     def validated() -> dict[str, float]:
         return validate(policy, environment, watched, budget, monitor)
 
-    return run.execute(step, validated if watched else None, config.eval_every)
+    with run:
+        run.freeze_reference(config.kl_reference)
+        return run.execute(step, validated if watched else None, config.eval_every)
 
 
 @dataclass

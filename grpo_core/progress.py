@@ -49,7 +49,21 @@ class Notice:
     message: str
 
 
-Event = StepEvent | Notice
+@dataclass(frozen=True)
+class Begun:
+    """A training loop is about to do its next step: at a run's beginning, and each time it is resumed.
+
+    Attributes:
+        run_id: the same whenever this run is resumed, whatever job and machine does it.
+        history: metrics of everything that was emitted up to the step after which the loop goes on, and their ``step``.
+    """
+
+    stage: str
+    run_id: str
+    history: Sequence[Mapping[str, float]]
+
+
+Event = Begun | StepEvent | Notice
 
 
 class Monitor(Protocol):

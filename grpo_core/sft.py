@@ -82,7 +82,6 @@ def train_sft(config: SFTConfig, monitor: Monitor) -> TrainingResult:
         micro_batch=MICRO_BATCH,
         log_every=config.log_every,
     )
-    run.begin()
 
     def step(number: int, items: range) -> StepResult:
         started = time.monotonic()
@@ -96,7 +95,8 @@ def train_sft(config: SFTConfig, monitor: Monitor) -> TrainingResult:
     def validated() -> dict[str, float]:
         return _validate(config, policy, cohort, monitor)
 
-    return run.execute(step, validated if cohort else None)
+    with run:
+        return run.execute(step, validated if cohort else None)
 
 
 def _order(count: int, item: int, seed: int) -> int:

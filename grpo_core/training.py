@@ -12,21 +12,24 @@ import math
 import platform
 import tempfile
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from types import TracebackType
+from typing import Any, Literal, Self
 
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from grpo_core.checkpoints import CheckpointStore, Manifest, file_digest
+from grpo_core.checkpoints import CheckpointStore, Manifest
 from grpo_core.continuation import LoopConfig, comparable, differences
 from grpo_core.errors import CheckpointConflict, ConfigError, TrainingFailed
+from grpo_core.keeping import Keeper, Retention, full_disk_named
 from grpo_core.policies.base import TrainablePolicy, tensors_digest
-from grpo_core.progress import Monitor, Notice, StepEvent, StopNow, StopReason, raise_if_stopping
+from grpo_core.progress import Begun, Monitor, Notice, StepEvent, StopNow, StopReason, raise_if_stopping
 from grpo_core.results import TrainingResult
 
 logger = logging.getLogger(__name__)
@@ -70,7 +73,7 @@ class TrainingRun:
     A run works through `items` (prompts, or examples of all epochs), `per_step` at a time. Where it
     stands is a number of items, so a finished run with a short last step extends without a gap.
 
-    Use: `continuation.stored_result`, then build the policy, then `TrainingRun(...)`, `begin()`, `execute(step)`.
+    Use: `continuation.stored_result`, then build the policy, then ``with TrainingRun(...) as run: run.execute(step)``.
     """
 
     def __init__(
@@ -102,6 +105,7 @@ class TrainingRun:
         self._config = config
         self._policy = policy
         self._store = store
+        self._keeper = Keeper(store, Retention(config.keep_last, config.keep_every), self._warn)
         self._monitor = monitor
         self._items = items
         self._per_step = per_step
@@ -114,29 +118,53 @@ class TrainingRun:
         self._layout = _numeric_layout(policy, micro_batch)
         self._state = _State()
         self._saved_step: int | None = None
+        self._run_id = uuid.uuid4().hex
+        self._history: list[str] = []
         self._started = time.monotonic()
 
-    def begin(self) -> None:
+    def __enter__(self) -> Self:
         """Take up the newest checkpoint, or keep the initial policy as the first one.
 
         Raises:
-            CheckpointConflict: it was written under another numeric layout.
+            CheckpointConflict: it was written under another numeric layout, or another process writes to the folder.
         """
+        self._keeper.__enter__()
+        try:
+            self._begin()
+        except BaseException as error:
+            self._keeper.__exit__(type(error), error, None)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._keeper.__exit__(kind, error, trace)
+
+    def _begin(self) -> None:
         latest = self._store.latest()
         if latest is None:
             self._save(partial=False)
-            return
+            self._keeper.join()
+        else:
+            self._resume(latest)
+        self._monitor.emit(Begun(self._kind, self._run_id, [json.loads(row) for row in self._history]))
+
+    def _resume(self, latest: Manifest) -> None:
         if changed := differences(latest.layout, self._layout):
             raise CheckpointConflict(
                 f"{self._store.url} was written under another numeric layout: {changed}",
                 field="checkpoint_dir",
                 hint="continue where it began, or start a new folder from this one as initial checkpoint",
             )
+        if self._store.result() is not None:  # a finished run that is being extended
+            self._store.reopen()
         with self._store.opened(latest.step) as folder:
             self._policy.restore(folder)
             self._load_optimizer(folder / "optimizer.safetensors")
             self._state = _State(**json.loads((folder / "state.json").read_text()))
-        self._saved_step = latest.step
+            self._history = (folder / "metrics.jsonl").read_text().splitlines()
+        self._saved_step, self._run_id = latest.step, latest.run_id
         if latest.step:
             self._monitor.emit(Notice("info", f"resuming {self._kind} after step {latest.step} of {self._total}"))
 
@@ -196,6 +224,8 @@ class TrainingRun:
                     state.validated = state.step
                 if over:
                     return self._finished()
+                if state.step % config.checkpoint_every == 0:
+                    self._save(partial=False)
                 raise_if_stopping(self._monitor)
                 number, items = state.step + 1, self._next_items
                 self._optimizer.zero_grad(set_to_none=True)
@@ -205,8 +235,6 @@ class TrainingRun:
                 state.metrics = {**outcome.metrics, "num_tokens": float(state.num_tokens)}
                 if number % self._log_every == 0 or self._over:
                     self._emit(state.metrics, outcome.completions)
-                if number % config.checkpoint_every == 0 or self._over:
-                    self._save(partial=False)
         except StopNow as stop:
             return self._stopped(stop.reason)
 
@@ -240,35 +268,45 @@ class TrainingRun:
         self._state.metrics = {**self._state.metrics, **validation}
         self._emit(validation, ())
 
+    def _warn(self, message: str) -> None:
+        self._monitor.emit(Notice("warning", message))
+
     def _emit(self, metrics: Metrics, completions: Sequence[Mapping[str, Any]]) -> None:
+        self._history.append(json.dumps({"step": self._state.step, **metrics}))
         self._monitor.emit(StepEvent(self._kind, self._state.step, self._total, metrics, completions))
 
     def _save(self, partial: bool) -> None:
         """Keep the state of the last finished step; where it is kept already, only say whether the run stopped."""
-        if self._saved_step == self._state.step:
-            self._store.mark(self._state.step, partial)
+        state = self._state
+        if self._saved_step == state.step:
+            self._keeper.mark(state.step, partial)
             return
-        with tempfile.TemporaryDirectory(prefix="grpo-lab-") as temporary:
-            folder = Path(temporary)
+        folder = Path(tempfile.mkdtemp(prefix="grpo-lab-"))
+        with full_disk_named(str(folder)):
             self._policy.save(folder)
             self._save_optimizer(folder / "optimizer.safetensors")
-            (folder / "state.json").write_text(json.dumps(asdict(self._state), sort_keys=True))
-            manifest = Manifest(
-                step=self._state.step,
-                kind=self._kind,
-                partial=partial,
-                config=comparable(self._config),
-                layout=self._layout,
-                digest=self._digest(),
-                files={path.name: file_digest(path) for path in sorted(folder.iterdir())},
-                parent=self._saved_step,
-                inputs=self._inputs,
-            )
-            self._store.save(folder, manifest)
-        self._saved_step = self._state.step
+            (folder / "state.json").write_text(json.dumps(asdict(state), sort_keys=True))
+            (folder / "metrics.jsonl").write_text("".join(f"{row}\n" for row in self._history))
+        validation = state.metrics if state.validated == state.step else {}
+        manifest = Manifest(
+            step=state.step,
+            kind=self._kind,
+            partial=partial,
+            config=comparable(self._config),
+            layout=self._layout,
+            digest=self._digest(),
+            files={},
+            parent=self._saved_step,
+            inputs=self._inputs,
+            run_id=self._run_id,
+            validation={name: value for name, value in validation.items() if name.startswith("eval/")},
+        )
+        self._keeper.keep(folder, manifest)
+        self._saved_step = state.step
 
     def _stopped(self, reason: StopReason) -> TrainingResult:
         self._save(partial=True)
+        self._keeper.join()
         return self._result("cancelled", reason)
 
     def _finished(self) -> TrainingResult:
@@ -284,7 +322,7 @@ class TrainingRun:
         result = self._result("completed", None)
         with tempfile.TemporaryDirectory(prefix="grpo-lab-") as temporary:
             self._policy.save(Path(temporary))
-            self._store.finish(Path(temporary), result.document())
+            self._keeper.finish(Path(temporary), result.document())
         return result
 
     def _result(self, status: Literal["completed", "cancelled"], stop_reason: StopReason | None) -> TrainingResult:

@@ -70,10 +70,8 @@ class TerminalProgress:
         """Show an event."""
         if isinstance(event, Notice):
             self._say(f"{event.level}: {event.message}")
-        elif self._console.is_terminal:
-            self._advance(event)
-        else:
-            self._print(event)
+        elif isinstance(event, StepEvent):
+            (self._advance if self._console.is_terminal else self._print)(event)
 
     def stop_requested(self) -> StopReason | None:
         return None

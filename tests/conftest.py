@@ -141,21 +141,9 @@ def _byte_tokenizer() -> PreTrainedTokenizerFast:
 @pytest.fixture
 def letters(monkeypatch: pytest.MonkeyPatch) -> str:
     """Name of an environment whose reward, the share of lowercase letters, differs even between random completions."""
+    from loops import Letters
+
     from grpo_core.environments import registry
-    from grpo_core.environments.base import Environment, Problem, Score, Split
-
-    class Letters(Environment):
-        name = "letters"
-        description = "Answer in lowercase letters."
-        max_new_tokens = 6
-
-        def problem(self, seed: int, split: Split, index: int, stream: str = "") -> Problem:
-            place = f"{seed}-{split}-{stream}-{index}"
-            return Problem(place, split, seed, index, None, f"Say ab{index}.", "ab")
-
-        def score(self, problem: Problem, completion: str) -> Score:
-            share = sum("a" <= letter <= "z" for letter in completion) / max(len(completion), 1)
-            return Score(share, {"short": float(len(completion) < 3)})
 
     known = registry.environment_class
     chosen = {"letters": Letters}

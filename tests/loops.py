@@ -1,5 +1,6 @@
 """What the tests of the training loops share."""
 
+from grpo_core.environments.base import Environment, Problem, Score, Split
 from grpo_core.progress import Event, StepEvent, StopReason
 
 FAMILY = {"llama": "smollm2-135m", "qwen3": "qwen3-0.6b", "mistral": "mistral-7b"}
@@ -26,3 +27,19 @@ class Recorder:
 
     def series(self, name: str) -> list[float]:
         return [event.metrics[name] for event in self.steps if name in event.metrics]
+
+
+class Letters(Environment):
+    """Rewards the share of lowercase letters, which differs even between random completions."""
+
+    name = "letters"
+    description = "Answer in lowercase letters."
+    max_new_tokens = 6
+
+    def problem(self, seed: int, split: Split, index: int, stream: str = "") -> Problem:
+        place = f"{seed}-{split}-{stream}-{index}"
+        return Problem(place, split, seed, index, None, f"Say ab{index}.", "ab")
+
+    def score(self, problem: Problem, completion: str) -> Score:
+        share = sum("a" <= letter <= "z" for letter in completion) / max(len(completion), 1)
+        return Score(share, {"short": float(len(completion) < 3)})

@@ -18,7 +18,7 @@ def save(store: CheckpointStore, step: int, staging: Path, content: str = "weigh
     staging.mkdir(exist_ok=True)
     (staging / "adapter_config.json").write_text(content)
     files = {"adapter_config.json": file_digest(staging / "adapter_config.json")}
-    manifest = Manifest(step, "rl", False, {"lr": 0.1}, {"dtype": "float32"}, "digest", files, parent=None, inputs={})
+    manifest = Manifest(step, "rl", False, {"lr": 0.1}, {"dtype": "float32"}, "digest", files, None, {}, "run")
     store.save(staging, manifest)
     return manifest
 

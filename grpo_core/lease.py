@@ -1,0 +1,164 @@
+"""One writer per run folder: a lease that its holder renews, and that ends with the holder.
+
+The holder rewrites one small file with a growing count. Whoever wants the folder next decides without comparing the
+clocks of two machines: a process of this host is asked whether it still runs; one of another host is watched, and is
+taken to be gone when the count stands still for `EXPIRES_AFTER_S`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from types import TracebackType
+from typing import Any, Self
+
+from grpo_core.errors import CheckpointConflict, NotFoundError
+from grpo_core.files import create_text, opened_url, read_text, write_text
+from grpo_core.processes import Process
+
+logger = logging.getLogger(__name__)
+
+LEASE = "writer.json"
+RENEW_EVERY_S = 10.0
+EXPIRES_AFTER_S = 60.0
+SETTLE_S = 0.5
+"""After taking over, how long to wait before looking whether somebody else did so too."""
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Who writes to a folder.
+
+    Attributes:
+        process: a `Process`, as a dictionary. beat: number of renewals.
+    """
+
+    token: str
+    process: dict[str, Any]
+    beat: int = 0
+
+
+class Lease:
+    """The right to write to one folder, held within a ``with`` block."""
+
+    def __init__(
+        self,
+        folder: str,
+        renew_every_s: float = RENEW_EVERY_S,
+        expires_after_s: float = EXPIRES_AFTER_S,
+        waiting: Callable[[str], None] = logger.warning,
+    ):
+        """Name the folder; nothing is read or written yet.
+
+        Args:
+            folder: any fsspec URL.
+            waiting: told, once, that a holder on another host is being watched.
+        """
+        self._folder = folder
+        self._url = f"{folder.rstrip('/')}/{LEASE}"
+        self._renew_every_s = renew_every_s
+        self._expires_after_s = expires_after_s
+        self._waiting = waiting
+        self._me = Holder(uuid.uuid4().hex, asdict(Process.this()))
+        self._released = threading.Event()
+        self._thread = threading.Thread(target=self._renew_until_released, name="lease", daemon=True)
+
+    def __enter__(self) -> Self:
+        """Take the lease.
+
+        Raises:
+            CheckpointConflict: another process writes to the folder.
+        """
+        try:
+            create_text(self._url, self._text())
+        except FileExistsError:
+            self._wait_until_free()
+            write_text(self._url, self._text())
+            time.sleep(SETTLE_S)  # of several who found it free, the last to write has it
+        self.confirm()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._released.set()
+        self._thread.join()
+        try:
+            holder = self._holder()
+            if isinstance(holder, Holder) and holder.token == self._me.token:
+                fs, path = opened_url(self._url)
+                fs.rm_file(path)
+        except Exception as failure:  # it expires, and must not hide how the run ended
+            logger.warning("the lease of %s could not be given back: %s", self._folder, failure)
+
+    def confirm(self) -> None:
+        """Make sure that the folder is still this process's: call it before something is put there for good.
+
+        Raises:
+            CheckpointConflict: another process has taken it.
+        """
+        holder = self._holder()
+        if holder is None:  # somebody removed the file, perhaps with the folder
+            try:
+                create_text(self._url, self._text())
+                return
+            except FileExistsError:
+                holder = self._holder()
+        if not isinstance(holder, Holder) or holder.token != self._me.token:
+            raise self._taken(holder)
+
+    def _wait_until_free(self) -> None:
+        """Return once the holder is known to be gone; raise as soon as it is known to live."""
+        seen = self._holder()
+        if isinstance(seen, Holder) and (runs := Process(**seen.process).runs()) is not None:
+            if runs:
+                raise self._taken(seen)
+            return
+        if seen is not None:
+            self._waiting(f"{self._folder} is leased elsewhere: watching its holder for {self._expires_after_s:g} s")
+        ends = time.monotonic() + self._expires_after_s
+        while seen is not None and time.monotonic() < ends:
+            time.sleep(min(1.0, self._renew_every_s / 4))
+            newest = self._holder()
+            if newest is not None and newest != seen:
+                raise self._taken(newest)
+            seen = newest
+
+    def _renew_until_released(self) -> None:
+        while not self._released.wait(self._renew_every_s):
+            self._me = replace(self._me, beat=self._me.beat + 1)
+            try:
+                self.confirm()
+                write_text(self._url, self._text())
+            except CheckpointConflict:
+                return  # the next `confirm` says so where it can be acted upon
+            except Exception as error:  # a store that is down for a moment; `confirm` has the last word
+                logger.warning("the lease of %s could not be renewed: %s", self._folder, error)
+
+    def _holder(self) -> Holder | str | None:
+        """Who holds the lease; the bare text where it cannot be read, None where there is none."""
+        try:
+            text = read_text(self._url)
+        except NotFoundError:
+            return None
+        try:
+            return Holder(**json.loads(text))
+        except (ValueError, TypeError):
+            return text
+
+    def _text(self) -> str:
+        return json.dumps(asdict(self._me))
+
+    def _taken(self, holder: Holder | str | None) -> CheckpointConflict:
+        who = Process(**holder.process) if isinstance(holder, Holder) else "another process"
+        return CheckpointConflict(
+            f"{who} writes to {self._folder}",
+            field="checkpoint_dir",
+            hint="wait for it, cancel it, or use another folder",
+        )
