@@ -117,7 +117,7 @@ class RunLog:
         if isinstance(event, StepEvent):
             values = "".join(f" {name} {event.metrics[name]:.4g}" for name in LOGGED if name in event.metrics)
             self._log.info("%s %d/%d%s", event.stage, event.step, event.total, values)
-        else:
+        elif isinstance(event, Notice):
             level = logging.WARNING if event.level == "warning" else logging.INFO
             self._log.log(level, event.message, extra={"notice": True})
 
@@ -143,12 +143,19 @@ class ObservedStage:
 
 
 @contextmanager
-def observed_stage(name: str, config: CommonConfig, job: JobRef) -> Iterator[ObservedStage]:
-    """Observe one stage: everything that watches, the run's log, and an MLflow run of its own."""
+def observed_stage(
+    name: str, config: CommonConfig, job: JobRef, training_run: str | None = None
+) -> Iterator[ObservedStage]:
+    """Observe one stage: everything that watches, the run's log, and an MLflow run of its own.
+
+    Args:
+        training_run: see `tracking.open_run`.
+    """
     run = tracking.open_run(
         name,
         job_id=job["id"],
         parent=job["mlflow_parent"],
+        training_run=training_run,
         params=config.model_dump(mode="json"),
         tags={"prefect_flow_run_id": job["flow_run_id"]},
     )

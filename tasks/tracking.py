@@ -1,45 +1,31 @@
-"""MLflow: one run per pipeline, one nested run per stage. The only writer of the tracking store.
+"""MLflow runs as monitors: one run per pipeline, one nested run per stage.
 
-Step metrics wait in memory and a thread of their own sends them every few seconds, so that a slow or dead
-store neither stalls nor fails training: trouble is logged as a warning, once per run. A run is found again
-by its job id and name, so a retried stage goes on where its points ended.
+Everything is written to a journal on disk first; a thread of its own delivers it every few seconds, so that a slow
+or dead store neither stalls nor fails training, and loses nothing: what a job could not deliver, or a killed process
+left behind, the next job delivers. A run is found again by its job id and name, or by the training run that it
+shows, so that a stage goes on where its points ended, whatever job resumes it.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-import re
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
-
-from filelock import FileLock
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from grpo_core.home import lab_home
-from grpo_core.progress import Event, StepEvent, StopReason
+from grpo_core.progress import Begun, Event, Notice, StopReason
+from tasks.journal import Entry, Journal, left_behind
 
 if TYPE_CHECKING:
-    from mlflow.tracking import MlflowClient
+    from tasks.mlflow_store import MlflowStore, OpenRun, Point
 
 logger = logging.getLogger(__name__)
 
-EXPERIMENT = "grpo-lab"
-FLUSH_EVERY_S = 5.0
-COMPLETIONS = "completions.jsonl"
-
-# Limits of the store (mlflow.utils.validation).
-_METRICS_PER_BATCH = 1000
-_PARAMS_PER_BATCH = 100
-_PARAM_LENGTH = 6000
-# What may wait in memory for a store that does not answer: points, and completions.
-_KEPT = 100_000
-
-T = TypeVar("T")
+DELIVER_EVERY_S = 5.0
+_ENTRIES_PER_BATCH = 1000
 
 
 def tracking_uri() -> str:
@@ -52,252 +38,174 @@ def open_run(
     *,
     job_id: str,
     parent: str | None = None,
+    training_run: str | None = None,
     params: Mapping[str, Any],
     tags: Mapping[str, str],
-    flush_every_s: float = FLUSH_EVERY_S,
+    deliver_every_s: float = DELIVER_EVERY_S,
 ) -> TrackedRun:
     """Open the run of one stage or pipeline, or go on with the one that an earlier try opened.
 
-    Never raises: without a store the run has no id and records nothing.
+    Never raises for the store's sake: while there is none, the run has no id.
+
+    Args:
+        parent: id of the run in which this one is nested; an earlier try's moves there.
+        training_run: `Manifest.run_id` of the checkpoints that a training stage goes on from.
     """
-    try:
-        client = _client()
-        experiment = _experiment(client)
-        query = f"tags.job_id = '{job_id}' and tags.stage = '{name}'"
-        if found := client.search_runs([experiment], query):
-            run_id = found[0].info.run_id
-            client.update_run(run_id, status="RUNNING")
-            return TrackedRun(client, run_id, experiment, name, flush_every_s, _last_steps(client, run_id))
-        nesting = {"mlflow.parentRunId": parent} if parent else {}
-        all_tags = {**tags, **nesting, "job_id": job_id, "stage": name}
-        run = client.create_run(experiment, run_name=f"{job_id}/{name}" if parent else job_id, tags=all_tags)
-        _log_params(client, run.info.run_id, params)
-        return TrackedRun(client, run.info.run_id, experiment, name, flush_every_s)
-    except Exception as error:
-        logger.warning("MLflow cannot be used (%s); %s goes on without it", error, name)
-        return TrackedRun(None, None, None, name, flush_every_s)
+    deliver_left_behind()
+    journal = Journal.begin(f"{job_id}-{name}")
+    opening = {"name": name, "job_id": job_id, "parent": parent, "training_run": training_run}
+    journal.append({"uri": tracking_uri(), "open": {**opening, "params": dict(params), "tags": dict(tags)}})
+    return TrackedRun(name, journal, deliver_every_s)
+
+
+def deliver_left_behind() -> None:
+    """Deliver the journals of processes that are gone; a run whose process was killed ends as FAILED."""
+    with left_behind() as journals:
+        for journal in journals:
+            try:
+                Delivery(journal).finish()
+            except Exception as error:
+                logger.warning("%s could not be delivered to MLflow (%s); it is tried again", journal.path, error)
+
+
+class Delivery:
+    """Takes one journal's entries to the store; what fails is delivered again, and twice does no harm."""
+
+    def __init__(self, journal: Journal):
+        self.run: OpenRun | None = None
+        self._journal = journal
+        self._store: MlflowStore | None = None
+        self._offset = 0
+
+    def drain(self) -> None:
+        """Deliver what was not delivered yet.
+
+        Raises:
+            Exception: whatever the store answered.
+        """
+        entries: list[Entry] = []
+        offset = self._offset
+        for entry, offset in self._journal.entries(self._offset):
+            entries.append(entry)
+            if len(entries) == _ENTRIES_PER_BATCH:
+                self._deliver(entries)
+                self._offset, entries = offset, []
+        self._deliver(entries)
+        self._offset = offset
+
+    def finish(self) -> None:
+        """Deliver all, end the run as its journal says, and delete the journal; a run whose journal ends early failed.
+
+        Raises:
+            Exception: whatever the store answered.
+        """
+        self.drain()
+        status, completions = "FAILED", list[dict[str, Any]]()
+        for entry, _ in self._journal.entries():
+            status = entry.get("close", status)
+            completions += entry.get("completions", ())
+        if self.run is not None:  # else the process was killed before it had said what run it opens
+            assert self._store is not None
+            self._store.send_completions(self.run, completions)
+            self._store.close(self.run, status)
+        self._journal.remove()
+
+    def _deliver(self, entries: list[Entry]) -> None:
+        points: list[Point] = []
+        for entry in entries:
+            if "open" in entry:
+                self._open(entry)
+            points += [tuple(point) for point in entry.get("points", ())]
+            if "record" in entry:
+                assert self._store is not None and self.run is not None
+                self._store.record(self.run, **entry["record"])
+        if points:
+            assert self._store is not None and self.run is not None
+            self._store.send_points(self.run, points)
+
+    def _open(self, entry: Entry) -> None:
+        if self.run is None:
+            from tasks.mlflow_store import MlflowStore  # seconds
+
+            self._store = MlflowStore(entry["uri"])
+            self.run = self._store.open(**entry["open"])
 
 
 class TrackedRun:
-    """One MLflow run as a monitor: it hears steps, and never raises or stops a run.
+    """One MLflow run as a monitor: it hears steps, and never raises or stops a run for the store's sake."""
 
-    Attributes:
-        id: the run's id, or None when there is no store to write to.
-    """
-
-    def __init__(
-        self,
-        client: MlflowClient | None,
-        run_id: str | None,
-        experiment_id: str | None,
-        stage: str,
-        flush_every_s: float,
-        last_steps: Mapping[str, int] | None = None,
-    ):
-        self.id = run_id
-        self._client = client
-        self._experiment_id = experiment_id
+    def __init__(self, stage: str, journal: Journal, deliver_every_s: float):
         self._stage = stage
-        self._last_steps = dict(last_steps or {})
-        self._metrics: list[tuple[str, float, int, int]] = []
-        self._completions: list[tuple[int, str]] = []
-        self._dropped = 0
-        self._lock = threading.Lock()
+        self._journal = journal
+        self._delivery = Delivery(journal)
         self._closing = threading.Event()
         self._warned = False
-        self._thread = threading.Thread(target=self._flush_until_closed, args=(flush_every_s,), daemon=True)
-        if client is not None:
-            self._thread.start()
+        self._attempt(self._delivery.drain)
+        self._thread = threading.Thread(target=self._deliver_until_closed, args=(deliver_every_s,), daemon=True)
+        self._thread.start()
+
+    @property
+    def id(self) -> str | None:
+        """The run's id; None while no store has answered."""
+        return self._delivery.run.id if self._delivery.run else None
 
     @property
     def link(self) -> str | None:
         """Address of the run's page, where the store is a server."""
-        uri = tracking_uri()
-        if self.id is None or not uri.startswith("http"):
+        run, uri = self._delivery.run, tracking_uri()
+        if run is None or not uri.startswith("http"):
             return None
-        return f"{uri.rstrip('/')}/#/experiments/{self._experiment_id}/runs/{self.id}"
+        return f"{uri.rstrip('/')}/#/experiments/{run.experiment_id}/runs/{run.id}"
 
     def emit(self, event: Event) -> None:
-        """Keep a step's metrics for the next flush; the progress of an evaluation within training is not kept.
+        """Keep a step's metrics; the progress of an evaluation within training is not kept.
 
         A point is logged once: the same step of the same metric may come again from a stage that resumed.
         """
-        if self.id is None or not isinstance(event, StepEvent) or event.stage != self._stage:
+        if isinstance(event, Notice) or event.stage != self._stage:
             return
-        now_ms = int(time.time() * 1000)
-        points = [(key, value, now_ms, event.step) for key, value in self._new(event.metrics, event.step).items()]
-        rows = [(event.step, json.dumps({"step": event.step, **row}, ensure_ascii=False)) for row in event.completions]
-        with self._lock:
-            self._keep(self._metrics, points)
-            self._keep(self._completions, rows)
+        if isinstance(event, Begun):
+            for row in event.history:
+                self._keep({key: value for key, value in row.items() if key != "step"}, int(row["step"]))
+            self._journal.append({"record": {"tags": {"training_run": event.run_id}, "documents": {}}})
+        else:
+            rows = [{"step": event.step, **row} for row in event.completions]
+            self._keep(event.metrics, event.step, completions=rows)
 
     def stop_requested(self) -> StopReason | None:
         return None
 
     def record(
-        self,
-        *,
-        metrics: Mapping[str, float],
-        tags: Mapping[str, str],
-        documents: Mapping[str, Any],
-        step: int = 0,
+        self, *, metrics: Mapping[str, float], tags: Mapping[str, str], documents: Mapping[str, Any], step: int = 0
     ) -> None:
         """Write final values: metrics not logged yet, tags, and artifacts by file name (a str is text, else JSON).
 
         Args:
             step: the step that the metrics are of; 0 where there are no steps.
         """
-        new = self._new(metrics, step)
-        self._attempt(lambda client, run_id: _record(client, run_id, new, step, tags, documents))
+        self._keep(metrics, step, record={"tags": dict(tags), "documents": dict(documents)})
 
     def close(self, status: str) -> None:
-        """Send what waits and end the run with FINISHED, FAILED or KILLED."""
+        """Deliver what waits and end the run with FINISHED, FAILED or KILLED."""
         self._closing.set()
-        if self._thread.is_alive():
-            self._thread.join()
-        self._attempt(self._send_metrics)
-        self._attempt(self._send_completions)
-        self._attempt(lambda client, run_id: client.set_terminated(run_id, status))
-        if lost := self._dropped + len(self._metrics) + len(self._completions):
-            logger.warning("%d points and completions of %s were not sent to MLflow", lost, self._stage)
+        self._thread.join()
+        self._journal.append({"close": status})
+        self._attempt(self._delivery.finish)
+        if self._journal.path.exists():
+            logger.warning("%s was not delivered to MLflow: the next job tries again", self._journal.path)
 
-    def _new(self, metrics: Mapping[str, float], step: int) -> dict[str, float]:
-        """Those metrics, under the store's names, whose latest point is before `step`; from now on it is at `step`."""
-        named = {sanitised(key): float(value) for key, value in metrics.items()}
-        new = {key: value for key, value in named.items() if self._last_steps.get(key, -1) < step}
-        self._last_steps |= dict.fromkeys(new, step)
-        return new
+    def _keep(self, metrics: Mapping[str, float], step: int, **more: Any) -> None:
+        now_ms = int(time.time() * 1000)
+        self._journal.append({"points": [(key, float(value), now_ms, step) for key, value in metrics.items()], **more})
 
-    def _keep(self, waiting: list[T], more: Sequence[T]) -> None:
-        """Add as many as there is room for, and count the others."""
-        fitting = more[: max(0, _KEPT - len(waiting))]
-        waiting += fitting
-        self._dropped += len(more) - len(fitting)
-
-    def _flush_until_closed(self, every_s: float) -> None:
+    def _deliver_until_closed(self, every_s: float) -> None:
         while not self._closing.wait(every_s):
-            self._attempt(self._send_metrics)
+            self._attempt(self._delivery.drain)
 
-    def _attempt(self, write: Callable[[MlflowClient, str], T]) -> None:
-        if self._client is None or self.id is None:
-            return
+    def _attempt(self, deliver: Callable[[], None]) -> None:
         try:
-            write(self._client, self.id)
+            deliver()
         except Exception as error:
             if not self._warned:
-                logger.warning(
-                    "MLflow does not answer (%s); %s goes on, its points may be incomplete", error, self._stage
-                )
+                logger.warning("MLflow does not answer (%s); %s goes on, and its points wait", error, self._stage)
             self._warned = True
-
-    def _send_metrics(self, client: MlflowClient, run_id: str) -> None:
-        from mlflow.entities import Metric
-
-        while self._metrics:
-            batch = self._metrics[:_METRICS_PER_BATCH]
-            client.log_batch(run_id, metrics=[Metric(*metric) for metric in batch])
-            with self._lock:
-                del self._metrics[: len(batch)]
-
-    def _send_completions(self, client: MlflowClient, run_id: str) -> None:
-        if not self._completions:
-            return
-        lines = _earlier_completions(client, run_id)
-        last = json.loads(lines[-1])["step"] if lines else -1
-        lines += [row for step, row in self._completions if step > last]
-        client.log_text(run_id, "\n".join(lines) + "\n", COMPLETIONS)
-        self._completions.clear()
-
-
-def flattened(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Nested config values as dotted names and text, as MLflow's params are. Fields without a value are left out."""
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from flattened(value, f"{prefix}{key}.")
-        elif value is not None:
-            yield sanitised(prefix + key), str(value)[:_PARAM_LENGTH]
-
-
-def sanitised(name: str) -> str:
-    """`name` with the characters that MLflow refuses replaced: ``pass@1`` becomes ``pass_1``."""
-    return re.sub(r"[^\w\-./: ]", "_", name)
-
-
-def _client() -> MlflowClient:
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
-    from mlflow.tracking import MlflowClient
-
-    uri = tracking_uri()
-    database = _sqlite_file(uri)
-    if database is None:
-        return MlflowClient(tracking_uri=uri)
-    database.parent.mkdir(parents=True, exist_ok=True)
-    # The first client makes the schema, and MLflow lets two of them collide.
-    with FileLock(f"{database}.lock", timeout=60):
-        client = MlflowClient(tracking_uri=uri)
-        client.search_experiments(max_results=1)
-        return client
-
-
-def _sqlite_file(uri: str) -> Path | None:
-    return Path(uri.removeprefix("sqlite:///")).absolute() if uri.startswith("sqlite:///") else None
-
-
-def _experiment(client: MlflowClient) -> str:
-    from mlflow.exceptions import MlflowException
-
-    if found := client.get_experiment_by_name(EXPERIMENT):
-        return found.experiment_id
-    # MLflow's own default is ./mlruns of whichever process came first; artifacts belong beside their database.
-    database = _sqlite_file(tracking_uri())
-    try:
-        return client.create_experiment(
-            EXPERIMENT, artifact_location=(database.parent / "artifacts").as_uri() if database else None
-        )
-    except MlflowException:  # another process made it in between
-        if found := client.get_experiment_by_name(EXPERIMENT):
-            return found.experiment_id
-        raise
-
-
-def _last_steps(client: MlflowClient, run_id: str) -> dict[str, int]:
-    names = client.get_run(run_id).data.metrics
-    return {name: max(point.step for point in client.get_metric_history(run_id, name)) for name in names}
-
-
-def _earlier_completions(client: MlflowClient, run_id: str) -> list[str]:
-    if COMPLETIONS not in [item.path for item in client.list_artifacts(run_id)]:
-        return []
-    with tempfile.TemporaryDirectory() as folder:
-        text = Path(client.download_artifacts(run_id, COMPLETIONS, folder)).read_text(encoding="utf-8")
-    return text.rstrip("\n").split("\n")  # not splitlines: completions may hold other line separators
-
-
-def _log_params(client: MlflowClient, run_id: str, values: Mapping[str, Any]) -> None:
-    from mlflow.entities import Param
-
-    params = [Param(key, value) for key, value in flattened(values)]
-    for start in range(0, len(params), _PARAMS_PER_BATCH):
-        client.log_batch(run_id, params=params[start : start + _PARAMS_PER_BATCH])
-
-
-def _record(
-    client: MlflowClient,
-    run_id: str,
-    metrics: Mapping[str, float],
-    step: int,
-    tags: Mapping[str, str],
-    documents: Mapping[str, Any],
-) -> None:
-    from mlflow.entities import Metric, RunTag
-
-    now_ms = int(time.time() * 1000)
-    client.log_batch(
-        run_id,
-        metrics=[Metric(key, value, now_ms, step) for key, value in metrics.items()],
-        tags=[RunTag(key, value) for key, value in tags.items()],
-    )
-    for name, document in documents.items():
-        text = document if isinstance(document, str) else json.dumps(document, indent=2, ensure_ascii=False)
-        client.log_text(run_id, text, name)

@@ -6,6 +6,7 @@ from typing import Any
 
 from prefect import task
 
+from grpo_core.checkpoints import CheckpointStore
 from grpo_core.config import GRPOConfig, SFTConfig
 from grpo_core.results import TrainingResult
 from tasks.monitoring import JobRef, ObservedStage, observed_stage
@@ -18,7 +19,7 @@ def train_sft(config: dict[str, Any], job: JobRef) -> dict[str, Any]:
     from grpo_core import sft  # torch
 
     parsed = SFTConfig.parse(config)
-    with observed_stage("sft", parsed, job) as stage:
+    with observed_stage("sft", parsed, job, _begun(parsed)) as stage:
         return _finish(stage, sft.train_sft(parsed, stage.monitor), job)
 
 
@@ -28,8 +29,15 @@ def train_rl(config: dict[str, Any], job: JobRef) -> dict[str, Any]:
     from grpo_core import grpo  # torch
 
     parsed = GRPOConfig.parse(config)
-    with observed_stage("rl", parsed, job) as stage:
+    with observed_stage("rl", parsed, job, _begun(parsed)) as stage:
         return _finish(stage, grpo.train_grpo(parsed, stage.monitor), job)
+
+
+def _begun(config: SFTConfig | GRPOConfig) -> str | None:
+    """Id of the training run that the checkpoint folder holds already."""
+    assert config.checkpoint_dir is not None
+    latest = CheckpointStore(config.checkpoint_dir).latest()
+    return latest.run_id if latest else None
 
 
 def _finish(stage: ObservedStage, result: TrainingResult, job: JobRef) -> dict[str, Any]:

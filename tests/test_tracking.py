@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from mlflow.tracking import MlflowClient
 
-from grpo_core.progress import Notice, StepEvent
-from tasks import tracking
+from grpo_core.progress import Begun, Notice, StepEvent
+from tasks import journal, tracking
+from tasks.journal import journal_folder
+from tasks.mlflow_store import COMPLETIONS, sanitised
 
 NEVER = 3600.0
 
@@ -29,7 +31,7 @@ def client(store: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[MlflowClient
 
 
 def open_run(name: str, job: str, **fields: object) -> tracking.TrackedRun:
-    defaults = {"params": {}, "tags": {}, "flush_every_s": NEVER}
+    defaults = {"params": {}, "tags": {}, "deliver_every_s": NEVER}
     return tracking.open_run(name, job_id=job, **{**defaults, **fields})  # type: ignore[arg-type]
 
 
@@ -43,6 +45,25 @@ def step(number: int, **metrics: float) -> StepEvent:
 def points(client: MlflowClient, run: tracking.TrackedRun, name: str) -> list[tuple[int, float]]:
     assert run.id is not None
     return sorted((point.step, point.value) for point in client.get_metric_history(run.id, name))
+
+
+def gone(*_: object, **__: object) -> None:
+    raise ConnectionError("gone")
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """The thread that delivers needs a moment, on a busy machine a long one."""
+    for _ in range(1000):
+        if condition():
+            return
+        time.sleep(0.02)
+    raise AssertionError("it did not come about")
+
+
+def dies_with_its_journal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let what this process has written so far look as if its process were gone."""
+    left = {path.name for path in journal_folder().glob("*.jsonl")}
+    monkeypatch.setattr(journal, "_is_written", lambda each: each.path.name not in left)
 
 
 def test_many_steps_cost_few_calls_and_none_is_lost(client: MlflowClient, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,14 +83,9 @@ def test_many_steps_cost_few_calls_and_none_is_lost(client: MlflowClient, monkey
 
 
 def test_points_are_sent_while_the_stage_runs(client: MlflowClient) -> None:
-    run = open_run("rl", "job-live", flush_every_s=0.01)
+    run = open_run("rl", "job-live", deliver_every_s=0.01)
     run.emit(step(1))
-    found: list[tuple[int, float]] = []
-    for _ in range(1000):  # the thread that sends needs a moment, on a busy machine a long one
-        if found := points(client, run, "reward"):
-            break
-        time.sleep(0.02)
-    assert found == [(1, 1 / 500)]
+    wait_for(lambda: points(client, run, "reward") == [(1, 1 / 500)])
     run.close("KILLED")
     assert client.get_run(str(run.id)).info.status == "KILLED"
 
@@ -86,7 +102,7 @@ def test_a_stage_tried_again_goes_on_in_its_run(client: MlflowClient) -> None:
     second.close("FINISHED")
     assert [number for number, _ in points(client, second, "reward")] == [1, 2, 3, 4]
     assert client.get_run(str(first.id)).data.params == {"lr": "0.0001"}
-    path = client.download_artifacts(str(first.id), tracking.COMPLETIONS)
+    path = client.download_artifacts(str(first.id), COMPLETIONS)
     rows = [json.loads(line) for line in Path(path).read_text().splitlines()]
     assert [(row["step"], row["problem"]) for row in rows] == [(1, "p1"), (2, "p2"), (3, "p3"), (4, "p4")]
 
@@ -106,24 +122,86 @@ def test_a_point_is_logged_once_for_each_metric(client: MlflowClient) -> None:
     assert points(client, second, "reward") == [(1, 1 / 500), (2, 2 / 500), (3, 3 / 500)]
 
 
-def test_what_waits_for_a_store_is_bounded_and_the_rest_is_counted(
+def test_a_store_that_is_away_for_a_while_gets_every_point_later(
     client: MlflowClient, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(tracking, "_KEPT", 5)
-    run = open_run("rl", "job-bounded")
-    for number in range(1, 5):
-        run.emit(step(number))
+    run = open_run("rl", "job-away", deliver_every_s=0.01)
+    with monkeypatch.context() as away:
+        away.setattr(MlflowClient, "log_batch", gone)
+        for number in range(1, 4):
+            run.emit(step(number))
+        wait_for(lambda: "MLflow does not answer (gone)" in caplog.text)
+        assert points(client, run, "reward") == []
+    wait_for(lambda: len(points(client, run, "reward")) == 3)
     run.close("FINISHED")
-    # 4 steps are 12 points and 4 completions: room for 5 points, so 7 are lost.
-    assert "7 points and completions of rl were not sent to MLflow" in caplog.text
-    assert points(client, run, "loss") == [(1, 1.0), (2, 1.0)]
+    assert points(client, run, "reward") == [(number, number / 500) for number in (1, 2, 3)]
 
 
-def test_a_runs_page_is_named_without_asking_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = tracking.TrackedRun(None, "run-1", "7", "pipeline", NEVER)
+def test_what_could_not_be_delivered_is_delivered_by_the_next_job(
+    client: MlflowClient, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = open_run("rl", "job-undelivered")
+    run_id = str(run.id)
+    with monkeypatch.context() as away:
+        for method in ("log_batch", "log_text", "set_terminated"):
+            away.setattr(MlflowClient, method, gone)
+        run.emit(step(1))
+        run.record(metrics={"x": 1.0}, tags={"digest": "abc"}, documents={"a.json": {"y": 2}})
+        run.close("KILLED")
+    assert [record.message.split(" was ")[-1] for record in caplog.records if record.name == "tasks.tracking"] == [
+        "MLflow does not answer (gone); rl goes on, and its points wait",
+        "not delivered to MLflow: the next job tries again",
+    ]
+    assert client.get_run(run_id).info.status == "RUNNING"
+    dies_with_its_journal(monkeypatch)
+    open_run("sft", "job-next").close("FINISHED")
+    stored = client.get_run(run_id)
+    assert (stored.info.status, stored.data.tags["digest"], stored.data.metrics["x"]) == ("KILLED", "abc", 1.0)
+    assert {item.path for item in client.list_artifacts(run_id)} == {"a.json", COMPLETIONS}
+    assert not list(journal_folder().glob("*.jsonl"))
+
+
+def test_a_killed_process_leaves_a_run_that_ends_failed_with_all_its_points(
+    client: MlflowClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed = open_run("rl", "job-killed")
+    for number in (1, 2):
+        killed.emit(step(number))
+    with killed._journal.path.open("a") as file:
+        file.write('{"points": [["rew')  # the kill came in the middle of a line
+    dies_with_its_journal(monkeypatch)
+    open_run("sft", "job-after").close("FINISHED")
+    assert client.get_run(str(killed.id)).info.status == "FAILED"
+    assert points(client, killed, "reward") == [(1, 1 / 500), (2, 2 / 500)]
+
+
+def test_a_training_run_that_another_job_resumes_goes_on_in_its_mlflow_run(client: MlflowClient) -> None:
+    first = open_run("rl", "job-first", parent=None)
+    first.emit(Begun("rl", "run-x", []))
+    first.emit(step(1))
+    first.close("FAILED")
+    parent = open_run("pipeline", "job-second")
+    second = open_run("rl", "job-second", parent=parent.id, training_run="run-x")
+    assert second.id == first.id
+    # The checkpoint knows of step 2, whose point the killed machine took with it.
+    second.emit(Begun("rl", "run-x", [{"step": 1, "reward": 1 / 500}, {"step": 2, "reward": 2 / 500}]))
+    second.emit(step(3))
+    second.close("FINISHED")
+    parent.close("FINISHED")
+    assert points(client, second, "reward") == [(1, 1 / 500), (2, 2 / 500), (3, 3 / 500)]
+    tags = client.get_run(str(first.id)).data.tags
+    assert (tags["job_id"], tags["mlflow.parentRunId"]) == ("job-second", parent.id)
+
+
+def test_a_runs_page_is_named_where_the_store_is_a_server(
+    client: MlflowClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = open_run("pipeline", "job-page")
     assert run.link is None  # a file store has no pages
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9/")  # nothing answers there
-    assert run.link == "http://127.0.0.1:9/#/experiments/7/runs/run-1"
+    assert run.link is not None and run._delivery.run is not None
+    assert run.link == f"http://127.0.0.1:9/#/experiments/{run._delivery.run.experiment_id}/runs/{run.id}"
+    run.close("FINISHED")
 
 
 def test_a_stage_is_nested_and_its_config_flat(client: MlflowClient) -> None:
@@ -165,31 +243,12 @@ def test_without_a_store_training_goes_on(monkeypatch: pytest.MonkeyPatch, caplo
     run.record(metrics={"x": 1.0}, tags={}, documents={})
     run.close("FINISHED")
     assert run.id is None
-    assert "goes on without it" in caplog.text
-
-
-def test_a_store_that_dies_is_said_once(
-    client: MlflowClient, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    run = open_run("rl", "job-dies")
-
-    def dead(*_: object, **__: object) -> None:
-        raise ConnectionError("gone")
-
-    for method in ("log_batch", "log_text", "set_terminated"):
-        monkeypatch.setattr(MlflowClient, method, dead)
-    run.emit(step(1))
-    run.record(metrics={"x": 1.0}, tags={}, documents={})
-    run.close("FINISHED")
-    # One step of three values and a completion was still waiting.
-    assert [record.message for record in caplog.records if record.name == "tasks.tracking"] == [
-        "MLflow does not answer (gone); rl goes on, its points may be incomplete",
-        "4 points and completions of rl were not sent to MLflow",
-    ]
+    assert "rl goes on, and its points wait" in caplog.text
+    run._journal.remove()
 
 
 def test_names_that_the_store_refuses_are_rewritten() -> None:
-    assert [tracking.sanitised(name) for name in ("pass@1", "clip_ratio/low", "p(x)")] == [
+    assert [sanitised(name) for name in ("pass@1", "clip_ratio/low", "p(x)")] == [
         "pass_1",
         "clip_ratio/low",
         "p_x_",
