@@ -11,7 +11,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
+from uuid import UUID
 
+from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State
 from prefect.context import FlowRunContext
 from prefect.exceptions import TerminationSignal
@@ -19,14 +21,15 @@ from prefect.states import Cancelled
 from prefect.task_runners import ThreadPoolTaskRunner
 from prefect.tasks import Task
 
-from flows.stopping import Interrupts
+from flows.stopping import CancelTag, Interrupts
 from grpo_core.compute.preview import admit
 from grpo_core.config import EvalConfig, GRPOConfig, PipelineConfig, SFTConfig
 from grpo_core.errors import LabError
 from grpo_core.files import write_json
+from grpo_core.processes import Process
 from grpo_core.progress import Deadline, Monitor, StopReason
 from tasks.monitoring import JobRef, StopFlag, watching
-from tasks.places import CONFIG, RESULT, inside, located, run_folder
+from tasks.places import CONFIG, JOB_TAG, PROCESS, RESULT, inside, located, run_folder
 
 # Stages run one after the other; a second thread lets one start while another is still ending.
 FLOW: dict[str, Any] = {
@@ -71,7 +74,15 @@ class Job:
         self.ref: JobRef = {"id": self.id, "flow_run_id": str(flow_run.id), "mlflow_parent": None}
         self.stop = StopFlag()
         self.interrupts = Interrupts(self.stop)
+        self.asked = CancelTag(self.stop, flow_run.id)
+        self._tags = flow_run.tags
         self._started = time.monotonic()
+
+    def announce(self, kind: str) -> None:
+        """Say who runs the job, and let its flow run be found by the job's id."""
+        write_json(inside(self.folder, PROCESS), vars(Process.this()))
+        with get_client(sync_client=True) as client:
+            client.update_flow_run(UUID(self.ref["flow_run_id"]), name=self.id, tags={*self._tags, JOB_TAG, kind})
 
     @property
     def duration_s(self) -> float:
@@ -115,7 +126,8 @@ def run_job(prefix: str, config: C, stages: Callable[[Job, C], Document]) -> Doc
         LabError: the config cannot be honoured here, or a stage failed on purpose.
     """
     job = Job(prefix)
-    with job.interrupts:
+    job.announce(prefix)
+    with job.interrupts, job.asked:
         resolved = located(config).resolved()
         write_json(inside(job.folder, CONFIG), resolved.model_dump(mode="json"))
         try:

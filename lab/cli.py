@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from grpo_core.config import EvalConfig, GRPOConfig, PipelineConfig, SFTConfig
 from grpo_core.environments.registry import environment_class, environment_names
 from grpo_core.errors import ConfigError, LabError
 from grpo_core.files import read_json
-from lab import __version__, output, texts
+from lab import __version__, home, output, texts
 from lab.options import chosen, flags_of, merged, read_file
 from lab.output import Answer
 from tasks.places import located
@@ -27,7 +28,7 @@ STOPPED = 130
 INTERNAL = 1
 
 # Commands that the documentation names and this version lacks.
-NOT_BUILT = ("register", "score", "internalize", "offers", "jobs", "up", "down", "train d2l")
+NOT_BUILT = ("register", "score", "internalize", "offers", "jobs logs", "up", "down", "train d2l")
 
 JsonFlag = Annotated[bool, Parameter(negative=())]
 
@@ -41,7 +42,8 @@ app = App(
 train = App(name="train", help="Train one stage.")
 evaluate = App(name="eval", help="Evaluate a policy.")
 run_pipeline = App(name="pipeline", help="All stages and the lift report.")
-for group in (run_pipeline, train, evaluate):
+jobs = App(name="jobs", help="What was started, and how to stop it.")
+for group in (run_pipeline, train, evaluate, jobs):
     app.command(group)
 
 
@@ -180,6 +182,60 @@ def lift(baseline: str, policy: str, /, *, json: JsonFlag = False) -> Answer:
     sides = {"baseline": read_evaluation(baseline), "policy": read_evaluation(policy)}
     result = compare(sides["baseline"], sides["policy"])
     return Answer(result.document(), partial(texts.lift, sides, result))
+
+
+@jobs.command(name="list")
+def list_jobs(*, limit: int = 50, json: JsonFlag = False) -> Answer:
+    """List jobs, the newest first.
+
+    Args:
+        limit: So many at most.
+        json: Print one JSON document on standard output.
+    """
+    with _prefect():
+        from lab.jobs import list_jobs as listed
+
+        found = listed(limit)
+    return Answer({"jobs": found}, partial(texts.jobs, found))
+
+
+@jobs.command
+def get(job_id: str, /, *, json: JsonFlag = False) -> Answer:
+    """Show one job with its config and its result.
+
+    Args:
+        job_id: The job's id, or the UUID of its flow run.
+        json: Print one JSON document on standard output.
+    """
+    with _prefect():
+        from lab.jobs import get_job
+
+        found = get_job(job_id)
+    return Answer(found, partial(texts.job, found))
+
+
+@jobs.command
+def cancel(job_id: str, /, *, force: JsonFlag = False, json: JsonFlag = False) -> Answer:
+    """Ask a job to stop. It saves what is finished first; a training job can be resumed.
+
+    Args:
+        job_id: The job's id, or the UUID of its flow run.
+        force: Let Prefect cancel it, which kills the process when it has not ended after 30 s.
+        json: Print one JSON document on standard output.
+    """
+    with _prefect():
+        from lab.jobs import cancel_job
+
+        found = cancel_job(job_id, force)
+    return Answer(found, partial(texts.job, found))
+
+
+@contextmanager
+def _prefect() -> Iterator[None]:
+    """Prefect pointed at the lab's home, with whatever it prints kept off standard output."""
+    home.prepare()
+    with output.stdout_kept_clean():
+        yield
 
 
 @app.command

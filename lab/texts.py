@@ -101,6 +101,30 @@ def pipeline(document: dict[str, Any]) -> list[RenderableType]:
     ]
 
 
+def jobs(documents: list[dict[str, Any]]) -> list[RenderableType]:
+    """One line a job."""
+    table = Table("job", "status", "started", "checkpoints")
+    for each in documents:
+        table.add_row(each["job_id"], each["status"], each["started_at"] or "", each["checkpoint_dir"] or "")
+    return [table]
+
+
+def job(document: dict[str, Any]) -> list[RenderableType]:
+    """What is known of one job."""
+    error = document["error"]
+    partial = " (partial)" if document["partial"] else ""
+    return [
+        _facts(
+            job=document["job_id"],
+            status=_status(document),
+            started=document["started_at"],
+            ended=document["ended_at"],
+            checkpoints=f"{document['checkpoint_dir']}{partial}" if document["checkpoint_dir"] else None,
+            error=f"{error['message']}{' (' + error['hint'] + ')' if error['hint'] else ''}" if error else None,
+        )
+    ]
+
+
 def environments(documents: list[dict[str, Any]]) -> list[RenderableType]:
     """Names, descriptions and options."""
     table = Table("environment", "what it asks", "options")

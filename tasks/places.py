@@ -15,6 +15,13 @@ from grpo_core.home import lab_home
 # In a folder of their own: a training run keeps a result.json of its own in the folder of its checkpoints.
 CONFIG = "job/config.json"
 RESULT = "job/result.json"
+PROCESS = "job/process.json"
+
+JOB_TAG = "lab"
+"""On every flow run that is a job, beside its kind."""
+
+CANCEL_TAG = "lab:cancel"
+"""On the flow run of a job that is to stop."""
 
 # Fields that name a place where runs keep their files, and those that name a user's own.
 RUN_PLACES = ("checkpoint_dir", "init_checkpoint_dir", "init_adapter_dir")

@@ -158,7 +158,7 @@ EVAL = ("eval", "rl", "-f", "smollm2-135m")
         ((*EVAL, "--compute-offer", "h100"), 3, {"code": "OFFER_NOT_FOUND", "field": "compute.offer"}),
         ((*EVAL, "--endpoint", "http://lab"), 2, {"code": "CONFIG_INVALID", "field": "endpoint"}),
         (("register", "--name", "x"), 2, {"code": "NOT_BUILT"}),
-        (("jobs", "list"), 2, {"code": "NOT_BUILT"}),
+        (("jobs", "logs", "x"), 2, {"code": "NOT_BUILT"}),
         (("train", "d2l", "-f", "smollm2-135m"), 2, {"code": "NOT_BUILT"}),
         ((*EVAL, "--policy", "peft-lora", "-c", "sft-1-00000000"), 4, {"code": "NOT_FOUND", "field": "checkpoint_dir"}),
         ((*EVAL, "--config", "nothing.toml"), 4, {"code": "NOT_FOUND", "field": "config"}),

@@ -1,0 +1,157 @@
+"""Jobs as others see them. The one module that talks to the Prefect API: a job is a flow run and its run folder.
+
+Prefect knows whether a job runs; its resolved config, its result and the process that runs it are files in the
+run folder. Nothing else is stored.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+from uuid import UUID
+
+from grpo_core.errors import ConfigError, LabError, NotFoundError
+from grpo_core.files import read_json
+from grpo_core.processes import Process
+from tasks.places import CANCEL_TAG, CONFIG, JOB_TAG, PROCESS, RESULT, inside, run_folder
+
+if TYPE_CHECKING:
+    from prefect.client.orchestration import SyncPrefectClient
+    from prefect.client.schemas.objects import FlowRun
+
+STATUSES = {
+    "SCHEDULED": "queued",
+    "PENDING": "queued",
+    "RUNNING": "running",
+    "PAUSED": "queued",
+    "CANCELLING": "cancelling",
+    "CANCELLED": "cancelled",
+    "COMPLETED": "completed",
+    "FAILED": "failed",
+    "CRASHED": "crashed",
+}
+ENDED = ("cancelled", "completed", "failed", "crashed")
+
+
+class JobOver(LabError):
+    """What was asked of a job is possible only while it has not ended."""
+
+    code = "JOB_OVER"
+
+
+def list_jobs(limit: int = 50) -> list[dict[str, Any]]:
+    """The newest jobs, without configs and results."""
+    from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterTags
+    from prefect.client.schemas.sorting import FlowRunSort
+
+    with _client() as client:
+        runs = client.read_flow_runs(
+            flow_run_filter=FlowRunFilter(tags=FlowRunFilterTags(all_=[JOB_TAG])),
+            sort=FlowRunSort.START_TIME_DESC,
+            limit=limit,
+        )
+        return [_record(client, run) for run in runs]
+
+
+def get_job(job_id: str) -> dict[str, Any]:
+    """One job with its config and its result.
+
+    Raises:
+        NotFoundError: there is none of that id.
+    """
+    with _client() as client:
+        run = _find(client, job_id)
+        record = _record(client, run)
+        for name, file in (("config", CONFIG), ("result", RESULT)):
+            record[name] = _document(run.name, file)
+        return record
+
+
+def cancel_job(job_id: str, force: bool = False) -> dict[str, Any]:
+    """Ask a job to stop; it saves what is finished first.
+
+    Args:
+        force: use Prefect's own cancellation, which kills the process when it has not ended after 30 s.
+
+    Returns:
+        The job, as it is now.
+
+    Raises:
+        NotFoundError: there is none of that id.
+        JobOver: it has ended.
+    """
+    from prefect.states import Cancelled, Cancelling
+
+    with _client() as client:
+        run = _find(client, job_id)
+        record = _record(client, run)
+        if record["status"] in ENDED:
+            raise JobOver(f"{job_id} is {record['status']} already", field="job_id")
+        if record["status"] == "queued":
+            client.set_flow_run_state(run.id, Cancelled(message="cancelled before it began"))
+        elif force:
+            client.set_flow_run_state(run.id, Cancelling())
+        else:
+            client.update_flow_run(run.id, tags={*run.tags, CANCEL_TAG})
+        return _record(client, client.read_flow_run(run.id))
+
+
+def _client() -> SyncPrefectClient:
+    from prefect.client.orchestration import get_client
+
+    return get_client(sync_client=True)
+
+
+def _find(client: SyncPrefectClient, job_id: str) -> FlowRun:
+    from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId, FlowRunFilterName, FlowRunFilterTags
+
+    try:
+        wanted = FlowRunFilter(id=FlowRunFilterId(any_=[UUID(job_id)]))
+    except ValueError:
+        wanted = FlowRunFilter(name=FlowRunFilterName(any_=[job_id]), tags=FlowRunFilterTags(all_=[JOB_TAG]))
+    found = client.read_flow_runs(flow_run_filter=wanted, limit=1)
+    if not found:
+        raise NotFoundError(f"there is no job {job_id!r}", field="job_id", hint="`lab jobs list` shows them")
+    return found[0]
+
+
+def _record(client: SyncPrefectClient, run: FlowRun) -> dict[str, Any]:
+    """The job record without config and result; a run whose process is gone is made Crashed first."""
+    if run.state_type is not None and run.state_type.value in ("RUNNING", "CANCELLING") and _is_gone(run):
+        from prefect.states import Crashed
+
+        client.set_flow_run_state(run.id, Crashed(message="the process that ran this job is gone"), force=True)
+        run = client.read_flow_run(run.id)
+    status = STATUSES[run.state_type.value] if run.state_type else "queued"
+    if status == "running" and CANCEL_TAG in run.tags:
+        status = "cancelling"
+    result = _document(run.name, RESULT) or {}
+    return {
+        "job_id": run.name,
+        "flow_run_id": str(run.id),
+        "kind": run.name.split("-")[0],
+        "status": status,
+        "stop_reason": result.get("stop_reason"),
+        "message": run.state.message if run.state else None,
+        "created_at": _iso(run.created),
+        "started_at": _iso(run.start_time),
+        "ended_at": _iso(run.end_time),
+        "checkpoint_dir": result.get("checkpoint_dir"),
+        "partial": result.get("partial", False),
+        "error": result.get("error"),
+    }
+
+
+def _is_gone(run: FlowRun) -> bool:
+    process = _document(run.name, PROCESS)
+    return process is not None and Process(**process).runs() is False
+
+
+def _document(job_id: str, file: str) -> dict[str, Any] | None:
+    try:
+        return read_json(inside(run_folder(job_id), file))
+    except (NotFoundError, ValueError, ConfigError):
+        return None
+
+
+def _iso(moment: Any) -> str | None:
+    return moment.isoformat() if moment is not None else None
