@@ -29,7 +29,7 @@ from grpo_core.files import write_json
 from grpo_core.processes import Process
 from grpo_core.progress import Deadline, Monitor, StopReason
 from tasks.monitoring import JobRef, StopFlag, watching
-from tasks.places import CONFIG, JOB_TAG, PROCESS, RESULT, inside, located, run_folder
+from tasks.places import CANCEL_TAG, CONFIG, JOB_TAG, PROCESS, RESULT, inside, located, run_folder
 
 # Stages run one after the other; a second thread lets one start while another is still ending.
 FLOW: dict[str, Any] = {
@@ -81,8 +81,9 @@ class Job:
     def announce(self, kind: str) -> None:
         """Say who runs the job, and let its flow run be found by the job's id."""
         write_json(inside(self.folder, PROCESS), vars(Process.this()))
+        tags = {*self._tags, JOB_TAG, kind} - {CANCEL_TAG}  # asked of an earlier attempt
         with get_client(sync_client=True) as client:
-            client.update_flow_run(UUID(self.ref["flow_run_id"]), name=self.id, tags={*self._tags, JOB_TAG, kind})
+            client.update_flow_run(UUID(self.ref["flow_run_id"]), name=self.id, tags=tags)
 
     @property
     def duration_s(self) -> float:

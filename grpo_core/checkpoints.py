@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import os
 import re
 import tempfile
 from collections.abc import Iterator
@@ -29,7 +28,7 @@ from typing import Any
 from fsspec.implementations.local import LocalFileSystem
 
 from grpo_core.errors import CheckpointConflict, CheckpointCorrupt, CheckpointError, NotFoundError
-from grpo_core.files import opened_url, read_json, write_json
+from grpo_core.files import opened_url, read_json, synced, write_json
 
 FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
@@ -201,8 +200,7 @@ class CheckpointStore:
         if arrived != size:
             raise OSError(errno.EIO, f"{arrived} of {size} bytes arrived", path)
         if isinstance(self._fs, LocalFileSystem):  # before a manifest that says it is there
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
+            synced(path)
 
     def _read_json(self, path: str) -> dict[str, Any] | None:
         try:

@@ -96,7 +96,7 @@ class CheckpointCorrupt(CheckpointError):
 
 
 class CheckpointConflict(CheckpointError):
-    """A checkpoint folder was written by a run with another configuration, other inputs or another numeric layout."""
+    """A checkpoint folder belongs to another process, or to a run with other config, inputs or numeric layout."""
 
     code = "CHECKPOINT_CONFLICT"
 

@@ -25,6 +25,7 @@ def write_text(url: str, text: str) -> str:
     if isinstance(fs, LocalFileSystem):
         unfinished = f"{path}.{uuid.uuid4().hex}.tmp"
         fs.pipe_file(unfinished, text.encode())
+        synced(unfinished)
         os.replace(unfinished, path)
     else:  # object stores show an object only once it is whole
         fs.pipe_file(path, text.encode())
@@ -46,8 +47,17 @@ def create_text(url: str, text: str) -> None:
     fs.pipe_file(unfinished, text.encode())
     try:
         os.link(unfinished, path)  # whole and exclusive at once, as no way of opening a file is
+    except PermissionError:  # a filesystem without links, such as exFAT
+        with open(path, "x", encoding="utf-8") as file:
+            file.write(text)
     finally:
         os.unlink(unfinished)
+
+
+def synced(path: str) -> None:
+    """Wait until a local file would survive a loss of power."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
 
 
 def write_json(url: str, document: dict[str, Any]) -> str:
@@ -64,7 +74,8 @@ def read_text(url: str) -> str:
     """
     fs, path = opened_url(url)
     try:
-        return str(fs.read_text(path, encoding="utf-8"))
+        content: Any = fs.cat_file(path)  # not `open`, which on S3 trusts an old listing
+        return str(content, "utf-8")
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
         raise NotFoundError(f"there is no file {url!r}") from None
     except UnicodeDecodeError:

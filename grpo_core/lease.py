@@ -30,6 +30,10 @@ SETTLE_S = 0.5
 """After taking over, how long to wait before looking whether somebody else did so too."""
 
 
+_held = set[str]()
+"""Tokens of this process: a file with another one of this process is what an outage kept from being given back."""
+
+
 @dataclass(frozen=True)
 class Holder:
     """Who writes to a folder.
@@ -64,7 +68,8 @@ class Lease:
         self._renew_every_s = renew_every_s
         self._expires_after_s = expires_after_s
         self._waiting = waiting
-        self._me = Holder(uuid.uuid4().hex, asdict(Process.this()))
+        self._token = uuid.uuid4().hex
+        self._me = Holder(self._token, asdict(Process.this()))
         self._released = threading.Event()
         self._thread = threading.Thread(target=self._renew_until_released, name="lease", daemon=True)
 
@@ -81,6 +86,7 @@ class Lease:
             write_text(self._url, self._text())
             time.sleep(SETTLE_S)  # of several who found it free, the last to write has it
         self.confirm()
+        _held.add(self._token)
         self._thread.start()
         return self
 
@@ -89,9 +95,10 @@ class Lease:
     ) -> None:
         self._released.set()
         self._thread.join()
+        _held.discard(self._token)
         try:
             holder = self._holder()
-            if isinstance(holder, Holder) and holder.token == self._me.token:
+            if isinstance(holder, Holder) and holder.token == self._token:
                 fs, path = opened_url(self._url)
                 fs.rm_file(path)
         except Exception as failure:  # it expires, and must not hide how the run ended
@@ -110,14 +117,14 @@ class Lease:
                 return
             except FileExistsError:
                 holder = self._holder()
-        if not isinstance(holder, Holder) or holder.token != self._me.token:
+        if not isinstance(holder, Holder) or holder.token != self._token:
             raise self._taken(holder)
 
     def _wait_until_free(self) -> None:
         """Return once the holder is known to be gone; raise as soon as it is known to live."""
         seen = self._holder()
         if isinstance(seen, Holder) and (runs := Process(**seen.process).runs()) is not None:
-            if runs:
+            if runs and (seen.process != self._me.process or seen.token in _held):
                 raise self._taken(seen)
             return
         if seen is not None:

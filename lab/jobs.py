@@ -88,10 +88,10 @@ def cancel_job(job_id: str, force: bool = False) -> dict[str, Any]:
             raise JobOver(f"{job_id} is {record['status']} already", field="job_id")
         if record["status"] == "queued":
             client.set_flow_run_state(run.id, Cancelled(message="cancelled before it began"))
-        elif force:
-            client.set_flow_run_state(run.id, Cancelling())
         else:
             client.update_flow_run(run.id, tags={*run.tags, CANCEL_TAG})
+            if force:
+                client.set_flow_run_state(run.id, Cancelling())
         return _record(client, client.read_flow_run(run.id))
 
 
@@ -119,7 +119,9 @@ def _record(client: SyncPrefectClient, run: FlowRun) -> dict[str, Any]:
     if run.state_type is not None and run.state_type.value in ("RUNNING", "CANCELLING") and _is_gone(run):
         from prefect.states import Crashed
 
-        client.set_flow_run_state(run.id, Crashed(message="the process that ran this job is gone"), force=True)
+        newest = client.read_flow_run(run.id)
+        if newest.state_type == run.state_type:  # else it ended between the two looks
+            client.set_flow_run_state(run.id, Crashed(message="the process that ran this job is gone"), force=True)
         run = client.read_flow_run(run.id)
     status = STATUSES[run.state_type.value] if run.state_type else "queued"
     if status == "running" and CANCEL_TAG in run.tags:

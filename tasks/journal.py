@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,8 +19,6 @@ from grpo_core.home import lab_home
 from grpo_core.processes import Process
 
 Entry = dict[str, Any]
-
-WRITER = "process"
 
 
 def journal_folder() -> Path:
@@ -55,11 +53,12 @@ class Journal:
                 if not line.endswith(b"\n"):
                     return
                 offset += len(line)
-                yield json.loads(line), offset
+                with suppress(json.JSONDecodeError):  # written on a full disk
+                    yield json.loads(line), offset
 
     def remove(self) -> None:
         """Delete it: everything was delivered."""
-        self.path.unlink()
+        self.path.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -81,6 +80,9 @@ def left_behind() -> Iterator[list[Journal]]:
 
 
 def _is_written(journal: Journal) -> bool:
-    """Whether its process still runs, or may: another machine that shares this home is not asked."""
-    first = next((entry for entry, _ in journal.entries()), None)
-    return first is not None and Process(**first["process"]).runs() is not False
+    """Whether more may come: its end is not there, and its process runs, or may, where it is another machine's."""
+    try:
+        entries = [entry for entry, _ in journal.entries()]
+        return "close" not in entries[-1] and Process(**entries[0]["process"]).runs() is not False
+    except (OSError, LookupError, TypeError):  # just begun, just delivered, or no journal
+        return True

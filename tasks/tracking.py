@@ -139,7 +139,7 @@ class TrackedRun:
         self._journal = journal
         self._delivery = Delivery(journal)
         self._closing = threading.Event()
-        self._warned = False
+        self._warned = self._full = False
         self._attempt(self._delivery.drain)
         self._thread = threading.Thread(target=self._deliver_until_closed, args=(deliver_every_s,), daemon=True)
         self._thread.start()
@@ -167,7 +167,7 @@ class TrackedRun:
         if isinstance(event, Begun):
             for row in event.history:
                 self._keep({key: value for key, value in row.items() if key != "step"}, int(row["step"]))
-            self._journal.append({"record": {"tags": {"training_run": event.run_id}, "documents": {}}})
+            self._append({"record": {"tags": {"training_run": event.run_id}, "documents": {}}})
         else:
             rows = [{"step": event.step, **row} for row in event.completions]
             self._keep(event.metrics, event.step, completions=rows)
@@ -189,14 +189,22 @@ class TrackedRun:
         """Deliver what waits and end the run with FINISHED, FAILED or KILLED."""
         self._closing.set()
         self._thread.join()
-        self._journal.append({"close": status})
+        self._append({"close": status})
         self._attempt(self._delivery.finish)
         if self._journal.path.exists():
             logger.warning("%s was not delivered to MLflow: the next job tries again", self._journal.path)
 
     def _keep(self, metrics: Mapping[str, float], step: int, **more: Any) -> None:
         now_ms = int(time.time() * 1000)
-        self._journal.append({"points": [(key, float(value), now_ms, step) for key, value in metrics.items()], **more})
+        self._append({"points": [(key, float(value), now_ms, step) for key, value in metrics.items()], **more})
+
+    def _append(self, entry: Entry) -> None:
+        try:
+            self._journal.append(entry)
+        except OSError as error:
+            if not self._full:
+                logger.warning("MLflow will lack points of %s: %s", self._stage, error)
+            self._full = True
 
     def _deliver_until_closed(self, every_s: float) -> None:
         while not self._closing.wait(every_s):

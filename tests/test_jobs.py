@@ -22,7 +22,7 @@ from grpo_core.processes import Process
 from grpo_core.progress import Monitor
 from grpo_core.results import TrainingResult
 from lab.jobs import JobOver, cancel_job, get_job, list_jobs
-from tasks.places import PROCESS
+from tasks.places import CANCEL_TAG, PROCESS
 
 RL = GRPOConfig(family="smollm2-135m", policy="peft-lora")
 
@@ -75,6 +75,8 @@ def test_job_that_is_asked_to_stop_saves_and_is_cancelled(lab_home: Path, monkey
     assert job["job_id"] in [each["job_id"] for each in list_jobs()]
     with pytest.raises(JobOver, match="is cancelled already"):
         cancel_job(job["job_id"])
+    with get_client(sync_client=True) as client:
+        assert CANCEL_TAG in client.read_flow_run(UUID(job["flow_run_id"])).tags
 
 
 def test_job_whose_process_is_gone_is_crashed_and_no_other(lab_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

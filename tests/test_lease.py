@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from grpo_core.errors import CheckpointConflict
+from grpo_core.files import write_text
 from grpo_core.lease import LEASE, Lease
 
 HOLDER = """
@@ -67,6 +68,15 @@ def test_lost_lease_is_not_given_back_for_the_new_holder(folder: str) -> None:
     first._thread.join()
     with lease(folder) as second:
         first.__exit__(None, None, None)
+        second.confirm()
+
+
+def test_lease_that_an_outage_kept_from_being_given_back_is_taken_by_the_next_try(folder: str) -> None:
+    first = lease(folder)
+    with first:
+        left = first._text()
+    write_text(first._url, left)  # as if it could not be removed
+    with lease(folder) as second:
         second.confirm()
 
 
