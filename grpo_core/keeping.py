@@ -139,7 +139,7 @@ class Keeper:
         try:
             for step in self._retention.expendable(self._store.manifests()):
                 self._store.remove(step)
-        except Exception as error:  # it is tried again after the next checkpoint
+        except Exception as error:  # what has no manifest any more goes when a run begins in this folder
             self._notice(f"old checkpoints in {self._store.url} could not be deleted: {error}")
 
     def _persistently(self, write: Callable[[], None]) -> None:
