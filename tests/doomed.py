@@ -1,6 +1,6 @@
 """Runs one job in a process that may kill itself: ``doomed.py JOB``, told by a JSON document on standard input.
 
-    {"config": {...}, "kill_after_s": seconds after the first step that this process does, or null}
+    {"config": {...}, "kill_after_s": seconds after the third step that this process does, or null}
 
 Prints the step after which it goes on, once that is known, and the job's result.
 """
@@ -22,10 +22,14 @@ from grpo_core.progress import Begun, Event, StepEvent, StopReason
 
 
 class Doom:
-    """Kills this process some time after the first step that it hears."""
+    """Kills this process some time after the third step that it hears.
+
+    By then the first one's checkpoint is complete: its upload is joined before the second one's begins.
+    """
 
     def __init__(self, after_s: float | None):
         self._after_s = after_s
+        self._heard = 0
 
     def emit(self, event: Event) -> None:
         if isinstance(event, Begun):
@@ -33,9 +37,10 @@ class Doom:
                 json.dumps({"stage": event.stage, "after": max((int(row["step"]) for row in event.history), default=0)})
             )
             sys.stdout.flush()
-        elif isinstance(event, StepEvent) and event.stage in ("sft", "rl") and self._after_s is not None:
-            threading.Timer(self._after_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
-            self._after_s = None
+        elif isinstance(event, StepEvent) and event.stage in ("sft", "rl") and "loss" in event.metrics:
+            self._heard += 1
+            if self._heard == 3 and self._after_s is not None:
+                threading.Timer(self._after_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
 
     def stop_requested(self) -> StopReason | None:
         return None

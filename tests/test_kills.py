@@ -100,7 +100,7 @@ def killed_again_and_again(job: str, config: dict[str, Any], folder: Path, kills
 
 
 def test_sft_killed_at_random_moments(fields: dict[str, Any], tmp_path: Path) -> None:
-    config = {**fields, "examples": 48, "examples_per_step": 4, "eval_examples": 2, "lora_rank": 4}
+    config = {**fields, "examples": 80, "examples_per_step": 4, "eval_examples": 2, "lora_rank": 4}
     killed_again_and_again("sft", {**config, "checkpoint_every": 1}, tmp_path, kills=8, seed=1)
 
 
