@@ -130,14 +130,14 @@ def test_pipeline_killed_at_random_moments_leaves_the_same_series(
     config = {
         **fields,
         "sft": {
-            "examples": 32,
+            "examples": 64,
             "examples_per_step": 4,
             "eval_examples": 2,
             "lora_rank": 4,
             "checkpoint_every": 2,
             **lr,
         },
-        "rl": {"prompts": 24, "prompts_per_step": 2, "group_size": 4, "kl_beta": 0.1, "checkpoint_every": 3, **lr},
+        "rl": {"prompts": 48, "prompts_per_step": 2, "group_size": 4, "kl_beta": 0.1, "checkpoint_every": 3, **lr},
         "eval": {"num_tasks": 4},
     }
     moments = random.Random(3)
@@ -147,14 +147,14 @@ def test_pipeline_killed_at_random_moments_leaves_the_same_series(
         place = str(tmp_path / name)
         done = 0
         while True:
-            after_s = moments.uniform(0, 0.5) if done < kills else None
+            after_s = moments.uniform(0, 0.2) if done < kills else None
             said = start(
                 "pipeline", {**config, "checkpoint_dir": place}, after_s, MLFLOW_TRACKING_URI=store, **environment
             )
             if "result" in said[-1]:
                 break
             done += 1
-        assert done == kills
+        assert done >= min(kills, 2)  # a quick machine may be done before the others
         results[name] = said[-1]["result"]
         series[name] = all_points(MlflowClient(store))
     assert [results["killed"][stage]["digest"] for stage in ("sft", "rl")] == [
