@@ -23,10 +23,7 @@ def write_text(url: str, text: str) -> str:
     fs, path = opened_url(url)
     fs.makedirs(path.rpartition("/")[0], exist_ok=True)
     if isinstance(fs, LocalFileSystem):
-        unfinished = f"{path}.{uuid.uuid4().hex}.tmp"
-        fs.pipe_file(unfinished, text.encode())
-        synced(unfinished)
-        os.replace(unfinished, path)
+        os.replace(_unfinished(fs, path, text), path)
     else:  # object stores show an object only once it is whole
         fs.pipe_file(path, text.encode())
     return str(fs.unstrip_protocol(path))
@@ -43,8 +40,7 @@ def create_text(url: str, text: str) -> None:
     if not isinstance(fs, LocalFileSystem):
         fs.pipe_file(path, text.encode(), mode="create")
         return
-    unfinished = f"{path}.{uuid.uuid4().hex}.tmp"
-    fs.pipe_file(unfinished, text.encode())
+    unfinished = _unfinished(fs, path, text)
     try:
         os.link(unfinished, path)  # whole and exclusive at once, as no way of opening a file is
     except PermissionError:  # a filesystem without links, such as exFAT
@@ -52,6 +48,14 @@ def create_text(url: str, text: str) -> None:
             file.write(text)
     finally:
         os.unlink(unfinished)
+
+
+def _unfinished(fs: LocalFileSystem, path: str, text: str) -> str:
+    """Path of a file beside `path` that holds the whole text and would survive a loss of power."""
+    unfinished = f"{path}.{uuid.uuid4().hex}.tmp"
+    fs.pipe_file(unfinished, text.encode())
+    synced(unfinished)
+    return unfinished
 
 
 def synced(path: str) -> None:
