@@ -1,4 +1,4 @@
-"""Jobs as others see them. The one module that talks to the Prefect API: a job is a flow run and its run folder.
+"""Jobs as others see them. The one door module that talks to the Prefect API: a job is a flow run and its run folder.
 
 Prefect knows whether a job runs; its resolved config, its result and the process that runs it are files in the
 run folder. Nothing else is stored.
