@@ -139,28 +139,18 @@ def _byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 @pytest.fixture
-def letters(monkeypatch: pytest.MonkeyPatch) -> str:
-    """Name of an environment whose reward, the share of lowercase letters, differs even between random completions."""
-    from loops import Letters
-
-    from grpo_core.environments import registry
-
-    known = registry.environment_class
-    chosen = {"letters": Letters}
-    lookup = lambda name: chosen.get(name) or known(name)  # noqa: E731
-    monkeypatch.setattr(registry, "environment_class", lookup)
-    for module in ("grpo_core.config", "grpo_core.compute.preview"):
-        monkeypatch.setattr(f"{module}.environment_class", lookup)
-    return "letters"
-
-
-@pytest.fixture
-def common(tiny_model_dir: str, letters: str) -> dict[str, Any]:
-    """What jobs on the tiny model and `letters` have in common."""
+def common(tiny_model_dir: str) -> dict[str, Any]:
+    """What jobs on the tiny model and the environment `letters` (an entry point beside this file) have in common."""
     from loops import FAMILY
 
     family = FAMILY[Path(tiny_model_dir).name]
-    return {"family": family, "model_dir": tiny_model_dir, "environment": letters, "device": "cpu", "dtype": "float32"}
+    return {
+        "family": family,
+        "model_dir": tiny_model_dir,
+        "environment": "letters",
+        "device": "cpu",
+        "dtype": "float32",
+    }
 
 
 @pytest.fixture

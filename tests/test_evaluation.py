@@ -16,11 +16,11 @@ from grpo_core.results import ItemResult
 
 
 @pytest.fixture
-def request_(tiny_model_dir: str, letters: str) -> dict[str, Any]:
+def request_(tiny_model_dir: str) -> dict[str, Any]:
     return {
         "family": "smollm2-135m",
         "model_dir": tiny_model_dir,
-        "environment": letters,
+        "environment": "letters",
         "num_tasks": 20,
         "device": "cpu",
         "dtype": "float32",

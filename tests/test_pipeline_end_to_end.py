@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 
 from flows.pipeline import pipeline
-from grpo_core.compute import preview
 from grpo_core.config import PipelineConfig
-from grpo_core.environments import registry
 from grpo_core.progress import Event, StepEvent, StopReason
 from tasks.monitoring import watching
 
@@ -38,16 +36,15 @@ class Watcher:
 
 @pytest.fixture
 def run(
-    prefect_harness: None, tmp_path: Path, tiny_model_dir: str, letters: str, monkeypatch: pytest.MonkeyPatch
+    prefect_harness: None, tmp_path: Path, tiny_model_dir: str, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., dict[str, Any]]:
     """Runs the pipeline in a named folder, watched."""
-    monkeypatch.setattr(preview, "environment_class", registry.environment_class)  # the one that knows `letters`
     monkeypatch.setenv("LAB_HOME", str(tmp_path / "lab"))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
     fields: dict[str, Any] = {
         "family": "smollm2-135m",
         "model_dir": tiny_model_dir,
-        "environment": letters,
+        "environment": "letters",
         "device": "cpu",
         "dtype": "float32",
         "sft": {"examples": 8, "examples_per_step": 4, "eval_examples": 2, "lora_rank": 4, "lr": 1e-2},

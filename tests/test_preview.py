@@ -122,11 +122,11 @@ def test_a_faulty_request_is_a_preview_too() -> None:
     assert (plan.blockers[0].code, plan.blockers[0].field) == ("UNKNOWN_FAMILY", "family")
 
 
-def test_folder_of_another_run_blocks_before_anything_starts(tmp_path: Path, letters: str, tiny_model_dir: str) -> None:
+def test_folder_of_another_run_blocks_before_anything_starts(tmp_path: Path, tiny_model_dir: str) -> None:
     from grpo_core.progress import Silent
     from grpo_core.sft import train_sft
 
-    request = {"family": "smollm2-135m", "model_dir": tiny_model_dir, "environment": letters, "examples": 2}
+    request = {"family": "smollm2-135m", "model_dir": tiny_model_dir, "environment": "letters", "examples": 2}
     request |= {"checkpoint_dir": str(tmp_path), "eval_examples": 0, "lr": 0.01}
     train_sft(SFTConfig.parse(request), Silent())
     assert planning.preview(SFTConfig.parse(request)).launchable

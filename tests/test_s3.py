@@ -109,10 +109,7 @@ def test_pipeline_on_s3(
     s3: Flaky, prefect_harness: None, common: dict[str, Any], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from flows.pipeline import pipeline
-    from grpo_core.compute import preview
-    from grpo_core.environments import registry
 
-    monkeypatch.setattr(preview, "environment_class", registry.environment_class)  # the one that knows `letters`
     monkeypatch.setenv("LAB_HOME", str(tmp_path / "lab"))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
     s3.share = 0.1
