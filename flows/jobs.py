@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from typing import Any, TypeVar
 from uuid import UUID
 
@@ -29,7 +30,7 @@ from grpo_core.files import write_json
 from grpo_core.processes import Process
 from grpo_core.progress import Deadline, Monitor, StopReason
 from tasks.monitoring import JobRef, StopFlag, watching
-from tasks.places import CANCEL_TAG, CONFIG, JOB_TAG, PROCESS, RESULT, inside, located, run_folder
+from tasks.places import CANCEL_TAG, CONFIG, JOB_TAG, PROCESS, RESULT, inside, job_id, located, run_folder
 
 # Stages run one after the other; a second thread lets one start while another is still ending.
 FLOW: dict[str, Any] = {
@@ -59,7 +60,7 @@ class Job:
     """One flow run as a job.
 
     Attributes:
-        id: ``<prefix>-<unix seconds>-<8 hex of the flow run's UUID>``; a retried flow run keeps it.
+        id: see `tasks.places.job_id`.
         folder: where its resolved config and its result lie, and its checkpoints unless the config names another place.
         ref: what its stages are told of it.
     """
@@ -68,8 +69,7 @@ class Job:
         context = FlowRunContext.get()
         assert context is not None and context.flow_run is not None, "a job exists only within a flow run"
         flow_run = context.flow_run
-        created = flow_run.created.timestamp() if flow_run.created else time.time()
-        self.id = f"{prefix}-{int(created)}-{flow_run.id.hex[:8]}"
+        self.id = job_id(prefix, flow_run.created or datetime.now(UTC), flow_run.id)
         self.folder = run_folder(self.id)
         self.ref: JobRef = {"id": self.id, "flow_run_id": str(flow_run.id), "mlflow_parent": None}
         self.stop = StopFlag()

@@ -1,7 +1,7 @@
-"""Jobs as others see them. The one door module that talks to the Prefect API: a job is a flow run and its run folder.
+"""Jobs as others see them. The one door module that asks the Prefect API: a job is a flow run and its run folder.
 
 Prefect knows whether a job runs; its resolved config, its result and the process that runs it are files in the
-run folder. Nothing else is stored.
+run folder. Nothing else is stored. What runs submitted jobs is `serving.py`.
 """
 
 from __future__ import annotations
@@ -9,14 +9,27 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
+from grpo_core.compute.preview import JobConfig, admit
+from grpo_core.config import EvalConfig, GRPOConfig, PipelineConfig, SFTConfig
 from grpo_core.errors import ConfigError, LabError, NotFoundError
 from grpo_core.files import read_json
 from grpo_core.processes import Process
-from tasks.places import CANCEL_TAG, CONFIG, JOB_TAG, PROCESS, RESULT, inside, run_folder
+from tasks.places import CANCEL_TAG, CONFIG, JOB_TAG, PROCESS, RESULT, inside, job_id, located, run_folder
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
     from prefect.client.schemas.objects import FlowRun
+
+DEPLOYMENT = "lab"
+"""Name of the deployment of every flow."""
+
+KINDS: dict[type[JobConfig], tuple[str, str]] = {
+    PipelineConfig: ("pipeline", "pipeline"),
+    SFTConfig: ("sft", "train-sft"),
+    GRPOConfig: ("train", "train-rl"),
+    EvalConfig: ("eval", "eval-rl"),
+}
+"""Of each config, the kind of its jobs and the name of its flow."""
 
 STATUSES = {
     "SCHEDULED": "queued",
@@ -36,6 +49,40 @@ class JobOver(LabError):
     """What was asked of a job is possible only while it has not ended."""
 
     code = "JOB_OVER"
+
+
+class NotServed(LabError):
+    """No process serves the flows, so a submitted job would never run."""
+
+    code = "NOT_SERVED"
+
+
+def submit_job(config: JobConfig) -> dict[str, Any]:
+    """Leave a job to the serving process.
+
+    Returns:
+        The job, as it is now.
+
+    Raises:
+        LabError: the config cannot be honoured here; or nothing serves its flow (`NotServed`).
+    """
+    from prefect.exceptions import ObjectNotFound
+
+    kind, flow = KINDS[type(config)]
+    config = located(config).resolved()
+    admit(config)
+    with _client() as client:
+        try:
+            deployment = client.read_deployment_by_name(f"{flow}/{DEPLOYMENT}")
+        except ObjectNotFound:
+            message = f"the Prefect API has no deployment {flow}/{DEPLOYMENT}"
+            raise NotServed(message, hint="start a serving process: python -m lab.serving") from None
+        run = client.create_flow_run_from_deployment(
+            deployment.id, parameters={"config": config.model_dump(mode="json")}, tags=[JOB_TAG, kind]
+        )
+        assert run.created is not None
+        client.update_flow_run(run.id, name=job_id(kind, run.created, run.id))
+        return _record(client, client.read_flow_run(run.id))
 
 
 def list_jobs(limit: int = 50) -> list[dict[str, Any]]:
@@ -95,6 +142,26 @@ def cancel_job(job_id: str, force: bool = False) -> dict[str, Any]:
         return _record(client, client.read_flow_run(run.id))
 
 
+def find_crashed() -> list[str]:
+    """Make every job Crashed whose process is gone, and give their ids.
+
+    Only a process of this machine is known to be gone; what another machine runs is judged by its heartbeats.
+    """
+    from prefect.client.schemas.filters import (
+        FlowRunFilter,
+        FlowRunFilterState,
+        FlowRunFilterStateType,
+        FlowRunFilterTags,
+    )
+    from prefect.client.schemas.objects import StateType
+
+    running = FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.RUNNING, StateType.CANCELLING]))
+    wanted = FlowRunFilter(tags=FlowRunFilterTags(all_=[JOB_TAG]), state=running)
+    with _client() as client:
+        records = [_record(client, run) for run in client.read_flow_runs(flow_run_filter=wanted)]
+    return [record["job_id"] for record in records if record["status"] == "crashed"]
+
+
 def _client() -> SyncPrefectClient:
     from prefect.client.orchestration import get_client
 
@@ -127,6 +194,7 @@ def _record(client: SyncPrefectClient, run: FlowRun) -> dict[str, Any]:
     if status == "running" and CANCEL_TAG in run.tags:
         status = "cancelling"
     result = _document(run.name, RESULT) or {}
+    config = _document(run.name, CONFIG) or run.parameters.get("config") or {}
     return {
         "job_id": run.name,
         "flow_run_id": str(run.id),
@@ -137,7 +205,7 @@ def _record(client: SyncPrefectClient, run: FlowRun) -> dict[str, Any]:
         "created_at": _iso(run.created),
         "started_at": _iso(run.start_time),
         "ended_at": _iso(run.end_time),
-        "checkpoint_dir": result.get("checkpoint_dir"),
+        "checkpoint_dir": result.get("checkpoint_dir") or config.get("checkpoint_dir") or run_folder(run.name),
         "partial": result.get("partial", False),
         "error": result.get("error"),
     }

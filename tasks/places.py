@@ -6,8 +6,10 @@ No Prefect, no MLflow and no torch here: the doors read this before anything hea
 from __future__ import annotations
 
 import os
+from datetime import datetime
 from pathlib import Path
 from typing import TypeVar
+from uuid import UUID
 
 from grpo_core.config import Config
 from grpo_core.home import lab_home
@@ -33,6 +35,11 @@ C = TypeVar("C", bound=Config)
 def artifact_root() -> Path:
     """Where run folders are made."""
     return lab_home() / "artifacts"
+
+
+def job_id(prefix: str, created: datetime, flow_run_id: UUID) -> str:
+    """The id of the job that a flow run is: ``<prefix>-<unix seconds>-<8 hex>``; a retried flow run keeps it."""
+    return f"{prefix}-{int(created.timestamp())}-{flow_run_id.hex[:8]}"
 
 
 def run_folder(job_id: str) -> str:
