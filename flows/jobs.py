@@ -121,7 +121,7 @@ def run_job(prefix: str, config: C, stages: Callable[[Job, C], Document]) -> Doc
         stages: given the job and its resolved config, runs the stages and returns the job's result document.
 
     Returns:
-        That document; or, when a stop was wanted, Prefect's `Cancelled` with the document as its data.
+        That document; or, when a stop was wanted, Prefect's `Cancelled` with a `Stopped` as its data: see `outcome`.
 
     Raises:
         LabError: the config cannot be honoured here, or a stage failed on purpose.
@@ -138,8 +138,20 @@ def run_job(prefix: str, config: C, stages: Callable[[Job, C], Document]) -> Doc
             raise
         write_json(inside(job.folder, RESULT), result)
     if result["status"] == "cancelled":
-        return Cancelled(message=_stop_message(result), data=result)
+        return Cancelled(message=_stop_message(result), data=Stopped(result))
     return result
+
+
+def outcome(state: State[Any]) -> Document:
+    """The result document of a flow that ended in `state`, run to its end or stopped.
+
+    Raises:
+        Exception: whatever the flow raised.
+    """
+    try:
+        return state.result()
+    except Stopped as stopped:
+        return stopped.document
 
 
 def _result(job: Job, config: C, stages: Callable[[Job, C], Document]) -> Document:

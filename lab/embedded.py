@@ -32,13 +32,14 @@ def run(flow_name: str, config: Config, verbose: bool = False) -> dict[str, Any]
     home.prepare(verbose)
     _tell_what_starts()
     flow = getattr(import_module(f"flows.{flow_name}"), flow_name)
+    from flows.jobs import outcome
     from tasks.monitoring import watching
 
     _start_api()
     _quiet_prefect()
     with TerminalProgress() as progress, watching(progress):
         state = flow(config, return_state=True)
-    return state.result(raise_on_failure=not state.is_cancelled())
+    return outcome(state)
 
 
 def _tell_what_starts() -> None:

@@ -23,6 +23,7 @@ import grpo_core.grpo
 import grpo_core.sft
 import tasks.training
 from flows.eval_rl import eval_rl
+from flows.jobs import outcome
 from flows.pipeline import pipeline
 from flows.stopping import Interrupts
 from flows.train_rl import train_rl
@@ -203,7 +204,7 @@ def test_an_interrupt_lets_the_stage_save_and_ends_the_pipeline(
     state = pipeline(PIPELINE, return_state=True)
     assert state.is_cancelled()
     assert core == ["sft", "rl"]
-    result = state.result(raise_on_failure=False)
+    result = outcome(state)
     assert (result["status"], result["stop_reason"]) == ("cancelled", "cancelled")
     assert (result["sft"]["status"], result["rl"]["status"], result["lift"]) == ("completed", "cancelled", None)
     partial = lab_home / "artifacts" / result["job_id"] / "rl"
@@ -235,7 +236,7 @@ def test_a_stop_in_a_stages_last_moment_keeps_what_is_complete(lab_home: Path, c
     assert (alone["status"], Path(alone["checkpoint_dir"]).name) == ("completed", alone["job_id"])
     core.clear()
     state = pipeline(PIPELINE, return_state=True)
-    result = state.result(raise_on_failure=False)
+    result = outcome(state)
     assert state.is_cancelled() and core == ["sft"]
     assert (result["stop_reason"], result["sft"]["status"], result["rl"]) == ("cancelled", "completed", None)
 
@@ -280,7 +281,7 @@ def test_the_time_ceiling_is_the_jobs(lab_home: Path, core: list[str]) -> None:
     state = pipeline(hurried, return_state=True)
     assert state.is_cancelled()
     assert core == ["sft"]
-    assert state.result(raise_on_failure=False)["stop_reason"] == "time_ceiling"
+    assert outcome(state)["stop_reason"] == "time_ceiling"
 
 
 def test_a_stopped_evaluation_cancels_its_job(lab_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from flows.jobs import outcome
 from flows.pipeline import pipeline
 from grpo_core.config import PipelineConfig
 from grpo_core.progress import Event, StepEvent, StopReason
@@ -57,7 +58,7 @@ def run(
             state = pipeline(
                 PipelineConfig.parse({**fields, "checkpoint_dir": str(tmp_path / name)}), return_state=True
             )
-        return state.result(raise_on_failure=not state.is_cancelled())
+        return outcome(state)
 
     return in_folder
 
