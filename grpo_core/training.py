@@ -41,6 +41,10 @@ NO_SIGNAL_STEPS = 10
 """A run whose first steps give the optimizer nothing at all is ended after this many."""
 
 
+LONG_STEP_S = 20.0
+"""A step of more is warned about: Prefect kills a process 30 s after its own cancellation."""
+
+
 @dataclass(frozen=True)
 class StepResult:
     """What one step gives back: its metrics, the tokens it processed, and samples to show."""
@@ -121,6 +125,7 @@ class TrainingRun:
         self._run_id = uuid.uuid4().hex
         self._history: list[str] = []
         self._started = time.monotonic()
+        self._warned_of_length = False
 
     def __enter__(self) -> Self:
         """Take up the newest checkpoint, or keep the initial policy as the first one.
@@ -229,7 +234,9 @@ class TrainingRun:
                 raise_if_stopping(self._monitor)
                 number, items = state.step + 1, self._next_items
                 self._optimizer.zero_grad(set_to_none=True)
+                began = time.monotonic()
                 outcome = step(number, items)
+                self._warn_of_length(time.monotonic() - began)
                 state.step, state.position = number, items.stop
                 state.num_tokens += outcome.tokens
                 state.metrics = {**outcome.metrics, "num_tokens": float(state.num_tokens)}
@@ -270,6 +277,14 @@ class TrainingRun:
 
     def _warn(self, message: str) -> None:
         self._monitor.emit(Notice("warning", message))
+
+    def _warn_of_length(self, seconds: float) -> None:
+        if seconds > LONG_STEP_S and not self._warned_of_length:
+            self._warned_of_length = True
+            self._warn(
+                f"a step takes {seconds:.0f} s: Prefect's own cancel button kills a job after 30 s, and with it what "
+                "was not saved; `lab jobs cancel` waits, and checkpoint_every bounds the loss"
+            )
 
     def _emit(self, metrics: Metrics, completions: Sequence[Mapping[str, Any]]) -> None:
         self._history.append(json.dumps({"step": self._state.step, **metrics}))

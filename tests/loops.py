@@ -1,7 +1,7 @@
 """What the tests of the training loops share."""
 
 from grpo_core.environments.base import Environment, Problem, Score, Split
-from grpo_core.progress import Event, StepEvent, StopReason
+from grpo_core.progress import Event, Notice, StepEvent, StopReason
 
 FAMILY = {"llama": "smollm2-135m", "qwen3": "qwen3-0.6b", "mistral": "mistral-7b"}
 """The family that a tiny model of an architecture stands in for."""
@@ -12,12 +12,15 @@ class Recorder:
 
     def __init__(self, stop_after: int | None = None, stop_at_ask: int | None = None):
         self.steps: list[StepEvent] = []
+        self.notices: list[Notice] = []
         self.asked = 0
         self._stop_after, self._stop_at_ask = stop_after, stop_at_ask
 
     def emit(self, event: Event) -> None:
         if isinstance(event, StepEvent) and event.stage != "eval":
             self.steps.append(event)
+        elif isinstance(event, Notice):
+            self.notices.append(event)
 
     def stop_requested(self) -> StopReason | None:
         self.asked += 1

@@ -11,6 +11,7 @@ import pytest
 import torch
 from loops import Recorder
 
+from grpo_core import training
 from grpo_core.checkpoints import CheckpointStore
 from grpo_core.config import EvalConfig, GRPOConfig, SFTConfig
 from grpo_core.environments.base import Score
@@ -132,6 +133,20 @@ def test_run_without_signal_fails_early(grpo: Callable[..., GRPOConfig], monkeyp
     store = CheckpointStore(str(config.checkpoint_dir))
     assert store.result() is None
     assert [(manifest.step, manifest.partial) for manifest in store.manifests()] == [(0, False), (10, True)]
+
+
+def test_steps_too_long_for_prefects_own_cancellation_are_warned_about_once(
+    sft: Callable[..., SFTConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def warnings(name: str) -> list[str]:
+        heard = Recorder()
+        train_sft(sft(checkpoint_dir=str(tmp_path / name)), heard)
+        return [notice.message for notice in heard.notices if notice.level == "warning"]
+
+    assert warnings("usual") == []
+    monkeypatch.setattr(training, "LONG_STEP_S", 0.0)
+    (said,) = warnings("long")
+    assert said.startswith("a step takes 0 s: Prefect's own cancel button kills a job after 30 s")
 
 
 def test_too_small_a_learning_rate_is_no_success(
