@@ -1,7 +1,7 @@
 """What the tests of the training loops share."""
 
 from grpo_core.environments.base import Environment, Problem, Score, Split
-from grpo_core.progress import Event, StepEvent, StopReason
+from grpo_core.progress import Event, Notice, StepEvent, StopReason
 
 FAMILY = {"llama": "smollm2-135m", "qwen3": "qwen3-0.6b", "mistral": "mistral-7b"}
 """The family that a tiny model of an architecture stands in for."""
@@ -27,6 +27,24 @@ class Recorder:
 
     def series(self, name: str) -> list[float]:
         return [event.metrics[name] for event in self.steps if name in event.metrics]
+
+
+class Audience:
+    """Hears an evaluation's batches and notices, and wants a stop once `stop_after` batches were heard."""
+
+    def __init__(self, stop_after: int | None = None):
+        self.batches: list[int] = []
+        self.notices: list[Notice] = []
+        self._stop_after = stop_after
+
+    def emit(self, event: Event) -> None:
+        if isinstance(event, StepEvent):
+            self.batches.append(event.step)
+        elif isinstance(event, Notice):
+            self.notices.append(event)
+
+    def stop_requested(self) -> StopReason | None:
+        return StopReason.CANCELLED if len(self.batches) == self._stop_after else None
 
 
 class Letters(Environment):
