@@ -232,14 +232,17 @@ def policy_folder(url: str, field: str = "checkpoint_dir") -> Iterator[Path]:
         raise type(error)(f"{url}: {error.message}", field=field, hint=error.hint) from error
 
 
+def policy_manifest(url: str) -> Manifest | None:
+    """The manifest of the checkpoint that `policy_folder` takes; None for an adapter directory from elsewhere."""
+    found = _named_checkpoint(CheckpointStore(url))
+    return found[0].manifest(found[1]) if found else None
+
+
 @contextmanager
 def _policy_files(store: CheckpointStore, field: str) -> Iterator[Path]:
-    parent, _, name = store.url.rpartition("/")
-    if latest := store.latest():
-        with store.opened(latest.step) as folder:
-            yield folder
-    elif match := _STEP.search(name):
-        with CheckpointStore(parent).opened(int(match[1])) as folder:
+    if found := _named_checkpoint(store):
+        run, step = found
+        with run.opened(step) as folder:
             yield folder
     else:
         fs, root = opened_url(store.url)
@@ -250,6 +253,15 @@ def _policy_files(store: CheckpointStore, field: str) -> Iterator[Path]:
                 if not fs.isdir(path):
                     fs.get_file(path, str(Path(temporary) / path.rpartition("/")[2]))
             yield Path(temporary)
+
+
+def _named_checkpoint(store: CheckpointStore) -> tuple[CheckpointStore, int] | None:
+    """The run and the step that are meant by a run's folder or one checkpoint's; None for any other folder."""
+    if latest := store.latest():
+        return store, latest.step
+    parent, _, name = store.url.rpartition("/")
+    match = _STEP.search(name)
+    return (CheckpointStore(parent), int(match[1])) if match else None
 
 
 def file_digest(path: Path) -> str:

@@ -10,13 +10,16 @@ import hashlib
 import importlib.util
 import logging
 import os
+import platform
 import shutil
 import tempfile
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
+import transformers
 from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -103,6 +106,20 @@ def load_base_model(family: str, model_dir: str | None = None, device: str = "au
         raise ConfigError(f"the tokenizer of {source!r} has no chat template", field="model_dir")
     nn.Module.to(model, torch_device).eval().requires_grad_(False)
     return BaseModel(spec, model, tokenizer, torch_device, torch_dtype, source, weights_fingerprint(source))
+
+
+def numeric_layout(base: BaseModel) -> dict[str, Any]:
+    """What equal numbers, bit for bit, depend on beside config, weights and batch, as JSON holds it."""
+    on_gpu = base.device.type == "cuda"
+    return {
+        "dtype": str(base.dtype).removeprefix("torch."),
+        "device": torch.cuda.get_device_name(base.device) if on_gpu else base.device.type,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "threads": torch.get_num_threads() if base.device.type == "cpu" else None,
+        "machine": platform.machine(),
+        "engine": base.engine.name,
+    }
 
 
 def weights_source(family: str, model_dir: str | None) -> str:

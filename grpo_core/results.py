@@ -62,6 +62,7 @@ class EvaluationResult(Result):
     checkpoint_digest: str | None = Field(
         default=None, description="Digest of the evaluated adapter; None for the base."
     )
+    partial: bool = Field(default=False, description="Whether the run that trained the checkpoint was stopped at it.")
     num_tasks: int
     mean_reward: float
     std_reward: float

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import platform
 import tempfile
 import time
 import uuid
@@ -20,7 +19,6 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -28,6 +26,7 @@ from grpo_core.checkpoints import CheckpointStore, Manifest
 from grpo_core.continuation import LoopConfig, comparable, differences
 from grpo_core.errors import CheckpointConflict, ConfigError, TrainingFailed
 from grpo_core.keeping import Keeper, Retention, full_disk_named
+from grpo_core.models import numeric_layout
 from grpo_core.policies.base import TrainablePolicy, tensors_digest
 from grpo_core.progress import Begun, Monitor, Notice, StepEvent, StopNow, StopReason, raise_if_stopping
 from grpo_core.results import TrainingResult
@@ -119,7 +118,7 @@ class TrainingRun:
         self._names = list(parameters)
         self._parameters = list(parameters.values())
         self._optimizer = torch.optim.AdamW(self._parameters, lr=config.lr, weight_decay=config.weight_decay)
-        self._layout = _numeric_layout(policy, micro_batch)
+        self._layout = {**numeric_layout(policy.base), "micro_batch": micro_batch}
         self._state = _State()
         self._saved_step: int | None = None
         self._run_id = uuid.uuid4().hex
@@ -367,19 +366,3 @@ class TrainingRun:
             parameter = self._parameters[self._names.index(parameter_name)]
             # AdamW keeps its step counter on the host, the moments beside the parameter
             self._optimizer.state[parameter][key] = value if key == "step" else value.to(parameter.device)
-
-
-def _numeric_layout(policy: TrainablePolicy, micro_batch: int) -> dict[str, Any]:
-    """What bit-exact continuation depends on beside the config."""
-    base = policy.base
-    on_gpu = base.device.type == "cuda"
-    return {
-        "dtype": str(base.dtype).removeprefix("torch."),
-        "device": torch.cuda.get_device_name(base.device) if on_gpu else base.device.type,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "threads": torch.get_num_threads() if base.device.type == "cpu" else None,
-        "machine": platform.machine(),
-        "micro_batch": micro_batch,
-        "engine": base.engine.name,
-    }

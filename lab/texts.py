@@ -51,10 +51,11 @@ def training(document: dict[str, Any]) -> list[RenderableType]:
 def evaluation(document: dict[str, Any]) -> list[RenderableType]:
     """The scores of one evaluation."""
     if document["status"] == "cancelled":
-        return [f"stopped: {document['stop_reason']}; nothing was kept"]
+        return [f"stopped: {document['stop_reason']}; there is no result"]
     low, high = document["pass_rate_ci95"]
+    partial = " (partial checkpoint)" if document.get("partial") else ""
     facts = _facts(
-        policy=f"{document['policy']} of {document['family']}",
+        policy=f"{document['policy']} of {document['family']}{partial}",
         problems=document["num_tasks"],
         pass_rate=f"{document['pass_rate']:.3f} (95 % interval {low:.3f} to {high:.3f})",
         mean_reward=f"{document['mean_reward']:.3f} (std {document['std_reward']:.3f})",

@@ -40,7 +40,7 @@ def evaluate(name: str, config: dict[str, Any], output_dir: str, job: JobRef) ->
         parts = {f"rewards/{part}": value for part, value in result.parts.items()}
         stage.run.record(
             metrics={**numbers, **parts},
-            tags={"settings_hash": result.settings_hash},
+            tags={"settings_hash": result.settings_hash, "partial": str(result.partial).lower()},
             documents={EVALUATION_FILE: document},
         )
         del document["per_task"]

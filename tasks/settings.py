@@ -1,7 +1,8 @@
 """What all tasks of this project declare: when a stage is tried again, and that nothing of it is cached.
 
 A stage is tried again after trouble that starting over may cure (a lost connection), never
-after an error raised on purpose. Training resumes from its last checkpoint, so a second try costs little.
+after an error raised on purpose. Training resumes from its last checkpoint and an evaluation behind its
+last batch, so a second try costs little.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Runs one job in a process that may kill itself: ``doomed.py JOB``, told by a JSON document on standard input.
 
-    {"config": {...}, "kill_after_s": seconds after the third step that this process does, or null}
+    {"config": {...}, "kill_after_s": seconds after the third step or first batch that this process does, or null}
 
-Prints the step after which it goes on, once that is known, and the job's result.
+Prints the step after which a training goes on, or each batch that an evaluation does, and the job's result.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from grpo_core.progress import Begun, Event, StepEvent, StopReason
 
 
 class Doom:
-    """Kills this process some time after the third step that it hears.
+    """Kills this process some time after the third step, or an evaluation's first batch, that it hears.
 
-    By then the first one's checkpoint is complete: its upload is joined before the second one's begins.
+    By the third step the first one's checkpoint is complete: its upload is joined before the second one's begins.
     """
 
-    def __init__(self, after_s: float | None):
+    def __init__(self, job: str, after_s: float | None):
+        self._evaluates = job == "eval"
         self._after_s = after_s
         self._heard = 0
 
@@ -37,9 +38,11 @@ class Doom:
                 json.dumps({"stage": event.stage, "after": max((int(row["step"]) for row in event.history), default=0)})
             )
             sys.stdout.flush()
-        elif isinstance(event, StepEvent) and event.stage in ("sft", "rl") and "loss" in event.metrics:
+        elif isinstance(event, StepEvent) and (self._evaluates or "loss" in event.metrics):
+            if self._evaluates:
+                print(json.dumps({"batch": event.step}), flush=True)
             self._heard += 1
-            if self._heard == 3 and self._after_s is not None:
+            if self._heard == (1 if self._evaluates else 3) and self._after_s is not None:
                 threading.Timer(self._after_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
 
     def stop_requested(self) -> StopReason | None:
@@ -52,7 +55,7 @@ def main() -> None:
     registry.environment_class = lookup
     configs.environment_class = lookup
     job, told = sys.argv[1], json.load(sys.stdin)
-    print(json.dumps({"result": run(job, told["config"], Doom(told["kill_after_s"]))}), flush=True)
+    print(json.dumps({"result": run(job, told["config"], Doom(job, told["kill_after_s"]))}), flush=True)
 
 
 def run(job: str, config: dict[str, Any], doom: Doom) -> dict[str, Any]:
@@ -64,6 +67,11 @@ def run(job: str, config: dict[str, Any], doom: Doom) -> dict[str, Any]:
         from grpo_core.grpo import train_grpo
 
         return train_grpo(configs.GRPOConfig.parse(config), doom).document()
+    if job == "eval":
+        from grpo_core.evaluation import evaluate
+
+        output_dir = config.pop("output_dir")
+        return evaluate(configs.EvalConfig.parse(config), output_dir, doom).document()
     from flows.pipeline import pipeline
     from grpo_core.compute import preview
     from tasks.monitoring import watching

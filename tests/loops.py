@@ -32,6 +32,24 @@ class Recorder:
         return [event.metrics[name] for event in self.steps if name in event.metrics]
 
 
+class Audience:
+    """Hears an evaluation's batches and notices, and wants a stop once `stop_after` batches were heard."""
+
+    def __init__(self, stop_after: int | None = None):
+        self.batches: list[int] = []
+        self.notices: list[Notice] = []
+        self._stop_after = stop_after
+
+    def emit(self, event: Event) -> None:
+        if isinstance(event, StepEvent):
+            self.batches.append(event.step)
+        elif isinstance(event, Notice):
+            self.notices.append(event)
+
+    def stop_requested(self) -> StopReason | None:
+        return StopReason.CANCELLED if len(self.batches) == self._stop_after else None
+
+
 class Letters(Environment):
     """Rewards the share of lowercase letters, which differs even between random completions."""
 

@@ -173,6 +173,7 @@ def test_a_pipelines_runs_are_nested_in_mlflow(lab_home: Path, core: list[str], 
     assert stages["rl"].data.metrics == {"loss": 1.0, "reward": 0.5, "eval/reward": 0.25}
     assert stages["rl"].data.tags["digest"] == "digest of rl"
     assert stages["eval-policy"].data.metrics["pass_rate"] == 1.0
+    assert stages["eval-policy"].data.tags["partial"] == "false"
     assert parent.data.metrics["lift/pass_rate"] == 1.0
     assert parent.data.metrics["rl_lift/pass_rate"] == 0.5
     assert parent.data.tags["verdict"] == "improved"

@@ -120,6 +120,22 @@ def test_grpo_killed_at_random_moments(fields: dict[str, Any], tmp_path: Path) -
     killed_again_and_again("rl", config, tmp_path, kills=8, seed=2)
 
 
+def test_evaluation_killed_at_random_moments(fields: dict[str, Any], tmp_path: Path) -> None:
+    del fields["lr"]
+    config = {**fields, "num_tasks": 640, "temperature": 1.0, "dtype": "bfloat16"}  # 40 batches of about 0.02 s
+    *batches, whole = start("eval", {**config, "output_dir": str(tmp_path / "whole")})
+    assert batches == [{"batch": number} for number in range(1, 41)]
+    config["output_dir"] = str(tmp_path / "killed")
+    moments = random.Random(4)
+    runs = [start("eval", config, after_s) for after_s in (0.0, moments.uniform(0, 0.1), moments.uniform(0, 0.1))]
+    runs.append(start("eval", config))
+    assert "batch" in runs[0][-1] and runs[-1][-1]["result"]["per_task"] == whole["result"]["per_task"]
+    done = [said["batch"] for run in runs for said in run if "batch" in said]
+    # none is done twice; one that was kept just before a kill may not have been said
+    assert done == sorted(set(done)) and len(done) >= 40 - 3
+    assert [path.name for path in (tmp_path / "killed").iterdir()] == ["evaluation.json"]
+
+
 def test_pipeline_killed_at_random_moments_leaves_the_same_series(
     fields: dict[str, Any], tmp_path: Path, prefect_harness: None
 ) -> None:

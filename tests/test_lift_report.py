@@ -194,6 +194,16 @@ def test_two_evaluations_alone_have_two_columns():
     assert "warm start" not in markdown
 
 
+def test_partial_checkpoints_are_named():
+    policy = evaluation("peft-lora", "11").model_copy(update={"partial": True})
+    report = pair_report(evaluation("base", "01"), policy)
+    lines = report.to_markdown().splitlines()
+    assert "|  | baseline | policy (partial checkpoint) |" in lines
+    assert "- `policy checkpoint`: `peft-lora, smollm2-135m, file:///runs/peft-lora (partial), digest ab12`" in lines
+    assert report.to_dict()["evaluations"]["policy"]["partial"] is True
+    assert [column.header for column in render_table(report).columns] == ["", "baseline", "policy (partial checkpoint)"]
+
+
 def test_failed_items_are_shown():
     failed = {"error": "TimeoutError: too slow", "reward": 0.0, "completion": "", "passed": False, "parts": {}}
     report = pair_report(evaluation("base", "11"), evaluation("peft-lora", "11", i1=failed))

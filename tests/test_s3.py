@@ -9,14 +9,16 @@ from typing import Any
 from urllib.request import Request, urlopen
 
 import pytest
+from loops import Audience
 from werkzeug.serving import make_server
 
 from grpo_core.checkpoints import CheckpointStore
-from grpo_core.config import GRPOConfig, PipelineConfig, SFTConfig
+from grpo_core.config import EvalConfig, GRPOConfig, PipelineConfig, SFTConfig
 from grpo_core.errors import CheckpointConflict
+from grpo_core.evaluation import evaluate
 from grpo_core.grpo import train_grpo
 from grpo_core.lease import Lease
-from grpo_core.progress import Silent
+from grpo_core.progress import Silent, StopNow
 from grpo_core.sft import train_sft
 
 pytestmark = pytest.mark.slow
@@ -94,6 +96,23 @@ def test_training_goes_on_while_one_request_in_ten_fails(
     assert result.digest == expected.digest
     assert verified_steps("s3://lab/sft") == [0, 1, 2, 3]
     assert verified_steps("s3://lab/rl") == [0, 4, 5]
+
+
+def test_evaluation_goes_on_behind_its_finished_batches(s3: Flaky, common: dict[str, Any], tmp_path: Any) -> None:
+    from s3fs import S3FileSystem
+
+    config = EvalConfig.parse({**common, "num_tasks": 40})  # three batches
+    whole = evaluate(config, str(tmp_path), Silent())
+    s3.share = 0.1
+    first, second, third = Audience(stop_after=1), Audience(stop_after=1), Audience()
+    for audience in (first, second):
+        with pytest.raises(StopNow):
+            evaluate(config, "s3://lab/eval", audience)
+    result = evaluate(config, "s3://lab/eval", third)
+    s3.share = 0.0
+    assert (first.batches, second.batches, third.batches) == ([1], [2], [3])
+    assert result.per_task == whole.per_task
+    assert S3FileSystem().find("lab") == ["lab/eval/evaluation.json"]
 
 
 def test_second_writer_is_refused_on_s3_too(s3: Flaky) -> None:

@@ -64,6 +64,12 @@ class LiftReport:
         return [name for name in COLUMNS if name in self.evaluations]
 
     @property
+    def headings(self) -> list[str]:
+        """Title of every column; the first one names the rows."""
+        partial = {name: " (partial checkpoint)" if self.evaluations[name].partial else "" for name in self.columns}
+        return ["", *(f"{COLUMNS[name]}{partial[name]}" for name in self.columns)]
+
+    @property
     def comparisons(self) -> list[tuple[str, LiftResult]]:
         """The lifts, each under the key of the evaluation that it starts from."""
         first = (self.columns[0], self.lift)
@@ -94,8 +100,7 @@ class LiftReport:
 
     def to_markdown(self) -> str:
         """The report as GitHub-flavoured Markdown; its first line is `summary()`."""
-        header = ["", *(COLUMNS[name] for name in self.columns)]
-        blocks = [self.summary(), _markdown_table([header, *_score_rows(self)])]
+        blocks = [self.summary(), _markdown_table([self.headings, *_score_rows(self)])]
         for start, lift in self.comparisons:
             blocks += _lift_section(start, lift)
         for start, lift in self.comparisons:
@@ -135,7 +140,7 @@ def render_table(report: LiftReport) -> Table:
     from rich.text import Text
 
     table = Table(title="Lift report", caption=Text(report.summary()))
-    for heading in ("", *(COLUMNS[name] for name in report.columns)):
+    for heading in report.headings:
         table.add_column(heading)
     for row in _score_rows(report):
         table.add_row(*map(Text, row))  # Text, because a part's name could hold rich's markup
@@ -324,7 +329,8 @@ def _settings_section(report: LiftReport) -> list[str]:
 
 def _checkpoint(evaluation: EvaluationResult) -> str:
     digest = f", digest {evaluation.checkpoint_digest}" if evaluation.checkpoint_digest else ""
-    return f"{evaluation.policy}, {evaluation.family}, {evaluation.checkpoint_dir or 'no checkpoint'}{digest}"
+    place = f"{evaluation.checkpoint_dir or 'no checkpoint'}{' (partial)' if evaluation.partial else ''}"
+    return f"{evaluation.policy}, {evaluation.family}, {place}{digest}"
 
 
 def _fact(value: Any) -> str:
