@@ -98,5 +98,5 @@ def test_policy_folder_takes_the_newest_checkpoint_one_checkpoint_or_a_plain_fol
 
 def test_marking_partial_keeps_everything_else(store: CheckpointStore, tmp_path: Path) -> None:
     manifest = save(store, 1, tmp_path / "staging")
-    store.mark(1, partial=True)
+    store.mark(manifest, partial=True)
     assert store.latest() == Manifest(**{**manifest.__dict__, "partial": True})

@@ -8,16 +8,12 @@ import random
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from loops import never_without_a_checkpoint
 from mlflow.tracking import MlflowClient
-
-from grpo_core.checkpoints import CheckpointStore
 
 pytestmark = pytest.mark.slow
 
@@ -39,29 +35,6 @@ def start(
     killed = process.returncode == -signal.SIGKILL
     assert killed or process.returncode == 0, process.stderr[-3000:]
     return [json.loads(line) for line in process.stdout.splitlines() if line.startswith("{")]
-
-
-@contextmanager
-def never_without_a_checkpoint(folder: str) -> Iterator[None]:
-    """Look all the time whether the folder, once it has had a checkpoint, has one that is whole."""
-    store, over, empty = CheckpointStore(folder), threading.Event(), []
-
-    def watch() -> None:
-        had = False
-        while not over.wait(0.01):
-            has = store.latest() is not None
-            if had and not has:
-                empty.append(folder)
-            had |= has
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    try:
-        yield
-    finally:
-        over.set()
-        watcher.join()
-    assert not empty
 
 
 @pytest.fixture
