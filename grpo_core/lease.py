@@ -97,8 +97,7 @@ class Lease:
         self._thread.join()
         _held.discard(self._token)
         try:
-            holder = self._holder()
-            if isinstance(holder, Holder) and holder.token == self._token:
+            if self._is_mine(self._holder()):
                 fs, path = opened_url(self._url)
                 fs.rm_file(path)
         except Exception as failure:  # it expires, and must not hide how the run ended
@@ -114,8 +113,13 @@ class Lease:
         if holder is None:  # somebody removed the file, perhaps with the folder
             self._created()
             holder = self._holder()
-        if not isinstance(holder, Holder) or holder.token != self._token:
+        if not self._is_mine(holder):
             raise self._taken(holder)
+
+    def _is_mine(self, holder: Holder | str | None) -> bool:
+        if isinstance(holder, str):  # a renewal of which a store took only a part
+            return self._token in holder
+        return holder is not None and holder.token == self._token
 
     def _created(self) -> bool:
         """Whether there was no lease and now there is this one."""
