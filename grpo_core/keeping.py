@@ -9,16 +9,16 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
 
 from grpo_core.checkpoints import MANIFEST, CheckpointStore, Manifest, file_digest
-from grpo_core.errors import is_retryable
+from grpo_core.errors import DiskFull, is_retryable
 from grpo_core.files import full_disk_named, write_json
 from grpo_core.lease import Lease
 from grpo_core.scratch import drop, leave, remove_abandoned
@@ -69,7 +69,7 @@ class Keeper:
         self._pending: Future[None] | None = None
 
     def __enter__(self) -> Self:
-        """Become the folder's writer and tidy up after the one before.
+        """Become the folder's writer; what killed processes left in the temporary folder goes.
 
         Raises:
             CheckpointConflict: another process writes to it.
@@ -77,13 +77,7 @@ class Keeper:
         """
         with self._full_disk_named():
             self._lease.__enter__()
-        try:
-            remove_abandoned()
-            with self._deleting():
-                self._store.remove_incomplete()
-        except BaseException:
-            self._lease.__exit__(None, None, None)
-            raise
+        remove_abandoned()
         return self
 
     def __exit__(
@@ -139,18 +133,27 @@ class Keeper:
         self.join()
         self._persistently(lambda: self._store.finish(policy_files, result))
 
+    def tidy(self) -> None:
+        """Delete what need not stay: leftovers of killed writers, and what `Retention` calls expendable."""
+        try:
+            self._lease.confirm()
+            for step in self._retention.expendable(self._store.manifests()):
+                self._store.remove(step)
+            self._store.remove_incomplete()
+        except Exception as error:  # tried again after the next checkpoint
+            self._notice(f"old checkpoints in {self._store.url} could not be deleted: {error}")
+
     def _upload(self, folder: Path, manifest: Manifest) -> None:
         manifest = _with_digests(folder, manifest)
         try:
             self._persistently(lambda: self._store.save(folder, manifest))
-        except Exception:
+        except Exception as error:
             self._leave(folder, manifest)
+            if isinstance(error, DiskFull):
+                self.tidy()  # half a checkpoint needs space too
             raise
         drop(folder)
-        with self._deleting():
-            for step in self._retention.expendable(self._store.manifests()):
-                self._store.remove(step)
-            self._store.remove_incomplete()
+        self.tidy()
 
     def _leave(self, folder: Path, manifest: Manifest) -> None:
         """Let what could not be uploaded stay here as a whole checkpoint, and say where."""
@@ -158,14 +161,6 @@ class Keeper:
             write_json(str(folder / MANIFEST), manifest.__dict__)
         leave(folder)
         self._notice(f"the checkpoint of step {manifest.step} is not in {self._store.url}; it stays in {folder}")
-
-    @contextmanager
-    def _deleting(self) -> Iterator[None]:
-        """Go on where nothing can be deleted: it is tried again after the next checkpoint."""
-        try:
-            yield
-        except Exception as error:
-            self._notice(f"old checkpoints in {self._store.url} could not be deleted: {error}")
 
     def _full_disk_named(self) -> AbstractContextManager[None]:
         hint = "free some space, or lower keep_last; started again, the job resumes from the last checkpoint"

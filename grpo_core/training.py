@@ -165,6 +165,7 @@ class TrainingRun:
             self._state = _State(**json.loads((folder / "state.json").read_text()))
             self._history = (folder / "metrics.jsonl").read_text().splitlines()
         self._store.reopen()  # it may have been finished and is being extended, or was killed while this was done
+        self._keeper.tidy()
         self._saved_step, self._run_id = latest.step, latest.run_id
         if latest.step:
             self._monitor.emit(Notice("info", f"resuming {self._kind} after step {latest.step} of {self._total}"))

@@ -67,8 +67,9 @@ def test_leftovers_of_a_killed_writer_are_removed(tmp_path: Path) -> None:
     half = tmp_path / "run" / "step-000005"
     half.mkdir(parents=True)
     (half / "weights").write_text("half")
-    with Keeper(store, Retention(last=1)):
-        assert not half.exists()
+    with Keeper(store, Retention(last=1)) as keeper:
+        keeper.tidy()
+    assert not half.exists()
 
 
 def test_upload_runs_beside_training_and_is_joined_before_the_next(
