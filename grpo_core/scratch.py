@@ -42,6 +42,7 @@ def staged() -> Iterator[Path]:
 def drop(folder: Path) -> None:
     """Delete a staged folder."""
     assert folder.parent.name.startswith(_PREFIX), folder
+    shutil.rmtree(folder, ignore_errors=True)  # before what says whose it is, as this may be killed half-way
     shutil.rmtree(folder.parent, ignore_errors=True)
 
 
@@ -58,4 +59,4 @@ def remove_abandoned() -> None:
         except (OSError, ValueError, TypeError, LabError):  # somebody else's, being written, or just deleted
             continue
         if gone:
-            shutil.rmtree(owner.parent, ignore_errors=True)
+            drop(owner.parent / "files")

@@ -62,6 +62,79 @@ def test_old_checkpoints_go_only_after_the_new_one_is_whole(tmp_path: Path) -> N
             assert not folder.parent.exists()
 
 
+def test_nothing_is_deleted_for_a_checkpoint_that_did_not_arrive(
+    tmp_path: Path, faulty: Callable[[Fault], None]
+) -> None:
+    store = CheckpointStore(f"faulty://{tmp_path.name}")
+    cut: Fault = lambda operation, path: (  # noqa: E731
+        "cut" if operation == "pipe_file" and path.endswith("step-000003/manifest.json") else None
+    )
+    with Keeper(store, Retention(last=1), str) as keeper:
+        for step in (0, 1, 2):
+            keeper.keep(weights(step), manifest(step))
+        keeper.join()
+        assert store.steps() == [0, 2]
+        faulty(cut)
+        keeper.keep(folder := weights(3), manifest(3))
+        with pytest.raises(OSError, match="are stored"):
+            keeper.join()
+        assert store.steps() == [0, 2]
+        faulty(healthy)
+        keeper.keep(weights(4), manifest(4))
+        keeper.join()
+        assert store.steps() == [0, 4] and store._folders() == [0, 4]
+    assert (folder / "weights").exists()
+
+
+def test_what_could_not_be_deleted_goes_after_the_next_checkpoint(
+    tmp_path: Path, faulty: Callable[[Fault], None]
+) -> None:
+    def keeps_weights(operation: str, path: str) -> Outcome:
+        if operation == "rm_file" and path.endswith("weights"):
+            raise PermissionError("AccessDenied")
+        return None
+
+    faulty(keeps_weights)
+    notices: list[str] = []
+    store = CheckpointStore(f"faulty://{tmp_path.name}")
+    with Keeper(store, Retention(last=1), notices.append) as keeper:
+        for step in (0, 1, 2):
+            keeper.keep(weights(step), manifest(step))
+        keeper.join()
+        assert store.steps() == [0, 2] and store._folders() == [0, 1, 2]
+        assert "could not be deleted: AccessDenied" in notices[-1]
+        faulty(healthy)
+        keeper.keep(weights(3), manifest(3))
+        keeper.join()
+        assert store._folders() == [0, 3]
+
+
+def test_writer_that_lost_its_folder_deletes_nothing_in_it(tmp_path: Path) -> None:
+    half = tmp_path / "run" / "step-000005"
+    half.mkdir(parents=True)
+    with Keeper(CheckpointStore(str(tmp_path / "run")), Retention(last=1), str) as keeper:
+        (tmp_path / "run" / "writer.json").write_text(
+            '{"token": "other", "process": {"host": "elsewhere", "pid": 1, "started": "1"}}'
+        )
+        keeper.tidy()
+    assert half.exists()  # the other one is writing it
+
+
+def test_mark_that_arrived_in_part_is_written_again(tmp_path: Path, faulty: Callable[[Fault], None]) -> None:
+    store = CheckpointStore(f"faulty://{tmp_path.name}")
+    cuts = iter([True])
+    with Keeper(store, Retention(last=1), str) as keeper:
+        keeper.keep(weights(1), manifest(1))
+        keeper.join()
+        faulty(
+            lambda operation, path: (
+                "cut" if operation == "pipe_file" and "manifest" in path and next(cuts, False) else None
+            )
+        )
+        keeper.mark(1, partial=True)
+    assert [each.partial for each in store.manifests()] == [True]
+
+
 def test_leftovers_of_a_killed_writer_are_removed(tmp_path: Path) -> None:
     store = CheckpointStore(str(tmp_path / "run"))
     half = tmp_path / "run" / "step-000005"
