@@ -149,7 +149,7 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> Callable[[Fault], None]:
 
     fsspec.register_implementation("faulty", FaultyFileSystem, clobber=True)
     monkeypatch.setattr(FaultyFileSystem, "fault", FaultyFileSystem.fault)
-    monkeypatch.setattr(keeping, "RETRY_DELAYS_S", (0.0,) * 12)
+    monkeypatch.setattr(keeping, "RETRY_DELAYS_S", (0.0,) * 40)
     monkeypatch.setattr(lease, "SETTLE_S", 0.0)
     monkeypatch.setattr(lease.Lease.__init__, "__defaults__", (0.05, 1.0, *lease.Lease.__init__.__defaults__[2:]))
     return lambda fault: setattr(FaultyFileSystem, "fault", staticmethod(fault))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -21,6 +23,8 @@ from grpo_core.results import TrainingResult
 from grpo_core.sft import train_sft
 
 pytestmark = pytest.mark.slow
+
+KEPT = {"checkpoint_every": 1, "keep_last": 1}
 
 
 class Watcher(Recorder):
@@ -56,33 +60,29 @@ def again_while_it_helps(start: Callable[[], TrainingResult]) -> TrainingResult:
                 raise
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
 def test_training_on_a_store_that_fails_in_every_way_ends_as_on_a_healthy_one(
-    seed: int,
-    sft: Callable[..., SFTConfig],
-    grpo: Callable[..., GRPOConfig],
-    faulty: Callable[[Fault], None],
-    tmp_path: Path,
+    sft: Callable[..., SFTConfig], grpo: Callable[..., GRPOConfig], faulty: Callable[[Fault], None], tmp_path: Path
 ) -> None:
     expected = train_grpo(grpo(init_checkpoint_dir=train_sft(sft(), Silent()).checkpoint_dir, kl_beta=0.1), Silent())
-    base = f"faulty://{tmp_path.name}-{seed}"
-    warm = sft(checkpoint_dir=f"{base}/sft", checkpoint_every=1)
-    rl = grpo(
-        checkpoint_dir=f"{base}/rl", init_checkpoint_dir=f"{base}/sft", checkpoint_every=1, keep_last=1, kl_beta=0.1
-    )
-    chances = Chances(seed, 0.06)
-    faulty(chances)
-    with never_without_a_checkpoint(seen_healthy(f"{base}/sft")):
-        assert again_while_it_helps(lambda: train_sft(warm, Silent())).status == "completed"
-    with never_without_a_checkpoint(seen_healthy(f"{base}/rl")):
-        result = again_while_it_helps(lambda: train_grpo(rl, Silent()))
-    faulty(healthy)
-    assert result.digest == expected.digest
-    assert verified_steps(f"{base}/sft") == [0, 1, 2, 3]
-    assert {0, 5} <= set(verified_steps(f"{base}/rl"))
-    assert train_grpo(rl, Silent()) == result  # what was stored says the same
-    assert {"refused", "connection", "busy", "answer lost", "late", "cut"} <= chances.done.keys()
-    assert {"put_file", "pipe_file", "get_file", "cat_file", "rm_file", "ls", "info"} <= chances.done.keys()
+    done = Counter[str]()
+    for seed in (1, 2, 3):
+        base = f"faulty://{tmp_path.name}-{seed}"
+        warm = sft(checkpoint_dir=f"{base}/sft", checkpoint_every=1)
+        rl = grpo(checkpoint_dir=f"{base}/rl", init_checkpoint_dir=f"{base}/sft", kl_beta=0.1, **KEPT)
+        chances = Chances(seed, 0.06)
+        faulty(chances)
+        with never_without_a_checkpoint(seen_healthy(f"{base}/sft")):
+            assert again_while_it_helps(lambda warm=warm: train_sft(warm, Silent())).status == "completed"
+        with never_without_a_checkpoint(seen_healthy(f"{base}/rl")):
+            result = again_while_it_helps(lambda rl=rl: train_grpo(rl, Silent()))
+        faulty(healthy)
+        assert result.digest == expected.digest
+        assert verified_steps(f"{base}/sft") == [0, 1, 2, 3]
+        assert {0, 5} <= set(verified_steps(f"{base}/rl"))
+        assert train_grpo(rl, Silent()) == result  # what was stored says the same
+        done += chances.done
+    assert {"refused", "connection", "busy", "answer lost", "late", "cut"} <= done.keys()
+    assert {"put_file", "pipe_file", "get_file", "cat_file", "rm_file", "ls", "info"} <= done.keys()
 
 
 @pytest.mark.parametrize("seed", [4, 5])
@@ -158,6 +158,31 @@ def test_store_that_neither_lists_nor_deletes_keeps_more_until_it_does(
     result = train_grpo(grpo(checkpoint_dir=url, checkpoint_every=1, keep_last=1), watcher)
     assert result.digest == expected.digest
     assert any("could not be deleted" in notice and "AccessDenied" in notice for notice in watcher.notices)
+
+
+def test_clock_that_jumps_changes_nothing(grpo: Callable[..., GRPOConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+    straight = Watcher()
+    expected = train_grpo(grpo(checkpoint_every=1), straight)
+    real, real_ns, jump_s = time.time, time.time_ns, 0.0
+
+    def jump(step: int) -> None:
+        nonlocal jump_s
+        jump_s = 36_000.0 * (-1) ** step * step  # hours back, more hours forward, ...
+
+    monkeypatch.setattr(time, "time", lambda: real() + jump_s)
+    monkeypatch.setattr(time, "time_ns", lambda: real_ns() + int(jump_s * 1e9))
+    config = grpo(checkpoint_dir=f"{expected.checkpoint_dir}-2", checkpoint_every=1)
+    jumping = Watcher(jump)
+    result = train_grpo(config, jumping)
+    assert result.digest == expected.digest and 0 <= result.duration_s < 3600
+    assert verified_steps(config.checkpoint_dir) == verified_steps(expected.checkpoint_dir)
+    assert len(straight.steps) == len(jumping.steps) >= 5
+    for one, other in zip(straight.steps, jumping.steps, strict=True):
+        assert one.step == other.step
+        assert {name: value for name, value in one.metrics.items() if not name.startswith("time/")} == {
+            name: value for name, value in other.metrics.items() if not name.startswith("time/")
+        }
+        assert all(0 <= value < 3600 for name, value in other.metrics.items() if name.startswith("time/"))
 
 
 @pytest.fixture
