@@ -15,20 +15,20 @@ and which of them stay in `keeping.py`.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import re
-import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
-from grpo_core.errors import CheckpointConflict, CheckpointCorrupt, CheckpointError, NotFoundError
-from grpo_core.files import opened_url, read_json, synced, write_json
+from grpo_core.errors import CheckpointConflict, CheckpointCorrupt, CheckpointError, ConfigError, NotFoundError
+from grpo_core.files import opened_url, read_json, see_that_all_arrived, synced, write_json
+from grpo_core.scratch import drop, staged
 
 FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
@@ -98,6 +98,16 @@ class CheckpointStore:
             raise CheckpointError(message, hint=f"this version reads {FORMAT_VERSION}")
         return Manifest(**content)
 
+    def complete(self, step: int) -> Manifest:
+        """The manifest of a checkpoint that is there.
+
+        Raises:
+            NotFoundError: it is not.
+        """
+        if (manifest := self.manifest(step)) is None:
+            raise NotFoundError(f"{self.url} has no complete checkpoint of step {step}", field="checkpoint_dir")
+        return manifest
+
     def save(self, source: Path, manifest: Manifest) -> None:
         """Upload a staged local folder as a checkpoint; its manifest goes last. May be called again after an error.
 
@@ -111,8 +121,6 @@ class CheckpointStore:
                 return  # an earlier call whose answer was lost
             message = f"{self.url} already has a checkpoint of step {manifest.step}: another run writes to this folder"
             raise CheckpointConflict(message, field="checkpoint_dir", hint="wait for it, or use another folder")
-        if self._fs.exists(folder):
-            self._fs.rm(folder, recursive=True)  # an incomplete one: its writer was killed
         self._fs.makedirs(folder, exist_ok=True)
         for name in manifest.files:
             self._put(source / name, f"{folder}/{name}")
@@ -120,10 +128,10 @@ class CheckpointStore:
 
     def remove(self, step: int) -> None:
         """Delete a checkpoint, its manifest first: whoever looks meanwhile finds it whole or not at all."""
-        manifest = f"{self._folder(step)}/{MANIFEST}"
-        if self._fs.exists(manifest):
-            self._fs.rm_file(manifest)
-        self._fs.rm(self._folder(step), recursive=True)
+        with suppress(FileNotFoundError):  # asked first, a store in trouble would say that there is none
+            self._fs.rm_file(f"{self._folder(step)}/{MANIFEST}")
+        with suppress(FileNotFoundError):  # an object store's folder, gone with its last file
+            self._fs.rm(self._folder(step), recursive=True)
 
     def remove_incomplete(self) -> None:
         """Delete what killed writers left behind; only for the folder's one writer."""
@@ -131,34 +139,35 @@ class CheckpointStore:
             if self.manifest(step) is None:
                 self.remove(step)
 
-    def mark(self, step: int, partial: bool) -> None:
-        """Say of a complete checkpoint whether its run stopped there."""
-        manifest = self.manifest(step)
-        assert manifest is not None
-        if manifest.partial != partial:
-            self._write_json(f"{self._folder(step)}/{MANIFEST}", {**manifest.__dict__, "partial": partial})
+    def mark(self, manifest: Manifest, partial: bool) -> None:
+        """Say of a complete checkpoint whether its run stopped there. May be called again after an error."""
+        marked = replace(manifest, partial=partial)
+        if self.manifest(manifest.step) != marked:
+            self._write_json(f"{self._folder(manifest.step)}/{MANIFEST}", marked.__dict__)
 
     @contextmanager
     def opened(self, step: int) -> Iterator[Path]:
         """A verified local copy of a checkpoint's files.
 
         Raises:
+            NotFoundError: there is no such checkpoint.
             CheckpointCorrupt: bytes are not those of the manifest.
+            OSError: the store did not give it all.
         """
-        manifest = self.manifest(step)
-        if manifest is None:
-            raise NotFoundError(f"{self.url} has no complete checkpoint of step {step}", field="checkpoint_dir")
-        with tempfile.TemporaryDirectory(prefix="grpo-lab-") as temporary:
+        manifest = self.complete(step)
+        with staged() as folder:
             for name, digest in manifest.files.items():
-                local = Path(temporary) / name
-                self._fs.get_file(f"{self._folder(step)}/{name}", str(local))
-                if file_digest(local) != digest:
+                _get(self._fs, f"{self._folder(step)}/{name}", folder / name)
+                if file_digest(folder / name) != digest:
                     raise CheckpointCorrupt(
                         f"{self.url}/step-{step:06d}/{name} differs from its manifest's digest",
                         field="checkpoint_dir",
                         hint="take an earlier checkpoint (URL/step-NNNNNN), or train again in a new folder",
                     )
-            yield Path(temporary)
+        try:
+            yield folder
+        finally:
+            drop(folder)
 
     def result(self) -> dict[str, Any] | None:
         """The stored result of a complete run."""
@@ -171,10 +180,10 @@ class CheckpointStore:
         self._write_json(f"{self._root}/{RESULT}", result)
 
     def reopen(self) -> None:
-        """Take back the result and the final policy of a complete run that is being extended."""
+        """Take back the result of a complete run that is being extended, then its final policy, as far as there."""
         latest = self.latest()
         for name in (RESULT, *(latest.files if latest else ())):
-            if self._fs.exists(f"{self._root}/{name}"):
+            with suppress(FileNotFoundError):
                 self._fs.rm_file(f"{self._root}/{name}")
 
     def _folder(self, step: int) -> str:
@@ -183,9 +192,10 @@ class CheckpointStore:
     def _folders(self) -> list[int]:
         """Steps of all checkpoint folders, complete or not, ascending by number."""
         self._fs.invalidate_cache()
-        if not self._fs.isdir(self._root):
+        try:
+            names = [path.rstrip("/") for path in self._fs.ls(self._root, detail=False)]
+        except FileNotFoundError:  # and no other error: a store in trouble is not an empty one
             return []
-        names = (path.rstrip("/") for path in self._fs.ls(self._root, detail=False))
         return sorted(int(match[1]) for name in names if (match := _STEP.search(name)))
 
     def _put(self, source: Path, path: str) -> None:
@@ -195,17 +205,14 @@ class CheckpointStore:
             OSError: it did not.
         """
         self._fs.put_file(str(source), path)
-        self._fs.invalidate_cache(path)
-        arrived, size = self._fs.size(path), source.stat().st_size
-        if arrived != size:
-            raise OSError(errno.EIO, f"{arrived} of {size} bytes arrived", path)
+        see_that_all_arrived(self._fs, path, source.stat().st_size)
         if isinstance(self._fs, LocalFileSystem):  # before a manifest that says it is there
             synced(path)
 
     def _read_json(self, path: str) -> dict[str, Any] | None:
         try:
             content = read_json(self._fs.unstrip_protocol(path))
-        except (NotFoundError, ValueError):
+        except (NotFoundError, ConfigError, ValueError):
             return None  # never written, or its writer was killed: either way not complete
         return content if isinstance(content, dict) else None
 
@@ -246,13 +253,30 @@ def _policy_files(store: CheckpointStore, field: str) -> Iterator[Path]:
             yield folder
     else:
         fs, root = opened_url(store.url)
-        if not fs.isdir(root):
+        try:
+            paths = fs.ls(root, detail=False)
+        except FileNotFoundError:
+            paths = [root]
+        if paths == [root]:  # nothing there, or a file
             raise NotFoundError(f"there is no checkpoint folder {store.url!r}", field=field)
-        with tempfile.TemporaryDirectory(prefix="grpo-lab-") as temporary:
-            for path in fs.ls(root, detail=False):
+        with staged() as folder:
+            for path in paths:
                 if not fs.isdir(path):
-                    fs.get_file(path, str(Path(temporary) / path.rpartition("/")[2]))
-            yield Path(temporary)
+                    _get(fs, path, folder / path.rpartition("/")[2])
+        try:
+            yield folder
+        finally:
+            drop(folder)
+
+
+def _get(fs: AbstractFileSystem, path: str, local: Path) -> None:
+    """Download one file.
+
+    Raises:
+        OSError: not all of it arrived.
+    """
+    fs.get_file(path, str(local))
+    see_that_all_arrived(fs, path, local.stat().st_size)
 
 
 def _named_checkpoint(store: CheckpointStore) -> tuple[CheckpointStore, int] | None:

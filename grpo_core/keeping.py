@@ -6,24 +6,26 @@ after the newer checkpoint is whole.
 
 from __future__ import annotations
 
-import errno
 import logging
 import random
-import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
-from grpo_core.checkpoints import CheckpointStore, Manifest, file_digest
+from grpo_core.checkpoints import MANIFEST, CheckpointStore, Manifest, file_digest
 from grpo_core.errors import DiskFull, is_retryable
+from grpo_core.files import full_disk_named, write_json
 from grpo_core.lease import Lease
+from grpo_core.scratch import drop, leave, remove_abandoned
 
 logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 RETRY_DELAYS_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 """Waits between the tries of an upload, each made up to a half longer or shorter by chance."""
@@ -67,17 +69,15 @@ class Keeper:
         self._pending: Future[None] | None = None
 
     def __enter__(self) -> Self:
-        """Become the folder's writer and tidy up after the one before.
+        """Become the folder's writer; what killed processes left in the temporary folder goes.
 
         Raises:
             CheckpointConflict: another process writes to it.
+            DiskFull: there is no space left in it.
         """
-        self._lease.__enter__()
-        try:
-            self._store.remove_incomplete()
-        except BaseException:
-            self._lease.__exit__(None, None, None)
-            raise
+        with self._full_disk_named():
+            self._lease.__enter__()
+        remove_abandoned()
         return self
 
     def __exit__(
@@ -97,12 +97,17 @@ class Keeper:
         """Upload a staged folder while training goes on; it is this object's from now on, and gone when uploaded.
 
         Args:
+            folder: of `scratch.staged`.
             manifest: without the digests of its files.
 
         Raises:
-            Exception: the upload before this one failed in the end.
+            Exception: the upload before this one failed in the end; this one's folder stays like that one's.
         """
-        self.join()
+        try:
+            self.join()
+        except Exception:
+            self._leave(folder, _with_digests(folder, manifest))
+            raise
         self._pending = self._thread.submit(self._upload, folder, manifest)
 
     def join(self) -> None:
@@ -120,57 +125,63 @@ class Keeper:
     def mark(self, step: int, partial: bool) -> None:
         """Say of a checkpoint whether its run stopped there."""
         self.join()
-        self._persistently(lambda: self._store.mark(step, partial))
+        manifest = self._persistently(lambda: self._store.complete(step))
+        self._persistently(lambda: self._store.mark(manifest, partial))
 
     def finish(self, policy_files: Path, result: dict[str, object]) -> None:
         """Put final policy and result into the folder: see `CheckpointStore.finish`."""
         self.join()
         self._persistently(lambda: self._store.finish(policy_files, result))
 
-    def _upload(self, folder: Path, manifest: Manifest) -> None:
-        files = {path.name: file_digest(path) for path in sorted(folder.iterdir())}
-        manifest = replace(manifest, files=files)
+    def tidy(self) -> None:
+        """Delete what need not stay: leftovers of killed writers, and what `Retention` calls expendable."""
         try:
-            self._persistently(lambda: self._store.save(folder, manifest))
-        except Exception:
-            self._notice(f"the checkpoint of step {manifest.step} is not in {self._store.url}; it stays in {folder}")
-            raise
-        shutil.rmtree(folder)
-        try:
+            self._lease.confirm()
             for step in self._retention.expendable(self._store.manifests()):
                 self._store.remove(step)
-        except Exception as error:  # what has no manifest any more goes when a run begins in this folder
+            self._store.remove_incomplete()
+        except Exception as error:  # tried again after the next checkpoint
             self._notice(f"old checkpoints in {self._store.url} could not be deleted: {error}")
 
-    def _persistently(self, write: Callable[[], None]) -> None:
-        """Write, again and again with growing waits while another try may help."""
-        for delay_s in (*RETRY_DELAYS_S, None):
+    def _upload(self, folder: Path, manifest: Manifest) -> None:
+        manifest = _with_digests(folder, manifest)
+        try:
+            self._persistently(lambda: self._store.save(folder, manifest))
+        except Exception as error:
+            self._leave(folder, manifest)
+            if isinstance(error, DiskFull):
+                self.tidy()  # half a checkpoint needs space too
+            raise
+        drop(folder)
+        self.tidy()
+
+    def _leave(self, folder: Path, manifest: Manifest) -> None:
+        """Let what could not be uploaded stay here as a whole checkpoint, and say where."""
+        with suppress(OSError):  # a full disk: it stays without manifest
+            write_json(str(folder / MANIFEST), manifest.__dict__)
+        leave(folder)
+        self._notice(f"the checkpoint of step {manifest.step} is not in {self._store.url}; it stays in {folder}")
+
+    def _full_disk_named(self) -> AbstractContextManager[None]:
+        hint = "free some space, or lower keep_last; started again, the job resumes from the last checkpoint"
+        return full_disk_named(self._store.url, hint, "checkpoint_dir")
+
+    def _persistently(self, work: Callable[[], _T]) -> _T:
+        """Work with the store, again and again with growing waits while another try may help."""
+        delays_s = iter(RETRY_DELAYS_S)
+        while True:
             try:
-                with full_disk_named(self._store.url):
+                with self._full_disk_named():
                     self._lease.confirm()
-                    write()
-                return
+                    return work()
             except Exception as error:
+                delay_s = next(delays_s, None)
                 if delay_s is None or not is_retryable(error):
                     raise
                 self._notice(f"{self._store.url} does not answer as it should ({error}); trying again")
                 time.sleep(delay_s * random.uniform(0.5, 1.5))
 
 
-@contextmanager
-def full_disk_named(place: str) -> Iterator[None]:
-    """Turn "no space left" into an error that says what to do.
-
-    Raises:
-        DiskFull: there is none.
-    """
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        raise DiskFull(
-            f"no space is left for a checkpoint in {place}; those that are complete stay valid",
-            field="checkpoint_dir",
-            hint="free some space, or lower keep_last; started again, the job resumes from the last checkpoint",
-        ) from error
+def _with_digests(folder: Path, manifest: Manifest) -> Manifest:
+    """The manifest, with the digests of all files in its folder."""
+    return replace(manifest, files={path.name: file_digest(path) for path in sorted(folder.iterdir())})

@@ -17,8 +17,10 @@ from dataclasses import asdict, dataclass, replace
 from types import TracebackType
 from typing import Any, Self
 
+from fsspec.implementations.local import LocalFileSystem
+
 from grpo_core.errors import CheckpointConflict, NotFoundError
-from grpo_core.files import create_text, opened_url, read_text, write_text
+from grpo_core.files import create_text, opened_url, read_json, write_text
 from grpo_core.processes import Process
 
 logger = logging.getLogger(__name__)
@@ -27,7 +29,7 @@ LEASE = "writer.json"
 RENEW_EVERY_S = 10.0
 EXPIRES_AFTER_S = 60.0
 SETTLE_S = 0.5
-"""After taking over, how long to wait before looking whether somebody else did so too."""
+"""After taking what others may have found free too, how long to wait before looking who has it."""
 
 
 _held = set[str]()
@@ -79,9 +81,7 @@ class Lease:
         Raises:
             CheckpointConflict: another process writes to the folder.
         """
-        try:
-            create_text(self._url, self._text())
-        except FileExistsError:
+        if not self._created():
             self._wait_until_free()
             write_text(self._url, self._text())
             time.sleep(SETTLE_S)  # of several who found it free, the last to write has it
@@ -97,8 +97,7 @@ class Lease:
         self._thread.join()
         _held.discard(self._token)
         try:
-            holder = self._holder()
-            if isinstance(holder, Holder) and holder.token == self._token:
+            if self._is_mine(self._holder()):
                 fs, path = opened_url(self._url)
                 fs.rm_file(path)
         except Exception as failure:  # it expires, and must not hide how the run ended
@@ -112,13 +111,27 @@ class Lease:
         """
         holder = self._holder()
         if holder is None:  # somebody removed the file, perhaps with the folder
-            try:
-                create_text(self._url, self._text())
-                return
-            except FileExistsError:
-                holder = self._holder()
-        if not isinstance(holder, Holder) or holder.token != self._token:
+            self._created()
+            holder = self._holder()
+        if not self._is_mine(holder):
             raise self._taken(holder)
+
+    def _is_mine(self, holder: Holder | str | None) -> bool:
+        if isinstance(holder, str):  # a renewal of which a store took only a part
+            return self._token in holder
+        return holder is not None and holder.token == self._token
+
+    def _created(self) -> bool:
+        """Whether there was no lease and now there is this one."""
+        if self._holder() is not None:  # not left to `create_text`, as not every store refuses to create twice
+            return False
+        try:
+            create_text(self._url, self._text())
+        except FileExistsError:
+            return False
+        if not isinstance(opened_url(self._url)[0], LocalFileSystem):
+            time.sleep(SETTLE_S)
+        return True
 
     def _wait_until_free(self) -> None:
         """Return once the holder is known to be gone; raise as soon as it is known to live."""
@@ -151,13 +164,15 @@ class Lease:
     def _holder(self) -> Holder | str | None:
         """Who holds the lease; the bare text where it cannot be read, None where there is none."""
         try:
-            text = read_text(self._url)
+            document = read_json(self._url)
         except NotFoundError:
             return None
+        except json.JSONDecodeError as error:
+            return error.doc
         try:
-            return Holder(**json.loads(text))
-        except (ValueError, TypeError):
-            return text
+            return Holder(**document)
+        except TypeError:
+            return str(document)
 
     def _text(self) -> str:
         return json.dumps(asdict(self._me))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import tempfile
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -25,11 +24,12 @@ from torch import Tensor
 from grpo_core.checkpoints import CheckpointStore, Manifest
 from grpo_core.continuation import LoopConfig, comparable, differences
 from grpo_core.errors import CheckpointConflict, ConfigError, TrainingFailed
-from grpo_core.keeping import Keeper, Retention, full_disk_named
+from grpo_core.keeping import Keeper, Retention
 from grpo_core.models import numeric_layout
 from grpo_core.policies.base import TrainablePolicy, tensors_digest
 from grpo_core.progress import Begun, Monitor, Notice, StepEvent, StopNow, StopReason, raise_if_stopping
 from grpo_core.results import TrainingResult
+from grpo_core.scratch import drop, staged
 
 logger = logging.getLogger(__name__)
 
@@ -122,6 +122,7 @@ class TrainingRun:
         self._state = _State()
         self._saved_step: int | None = None
         self._run_id = uuid.uuid4().hex
+        self._initial_digest = ""
         self._history: list[str] = []
         self._started = time.monotonic()
         self._warned_of_length = False
@@ -152,6 +153,7 @@ class TrainingRun:
             self._keeper.join()
         else:
             self._resume(latest)
+        self._initial_digest = self._store.complete(0).digest
         self._monitor.emit(Begun(self._kind, self._run_id, [json.loads(row) for row in self._history]))
 
     def _resume(self, latest: Manifest) -> None:
@@ -161,13 +163,13 @@ class TrainingRun:
                 field="checkpoint_dir",
                 hint="continue where it began, or start a new folder from this one as initial checkpoint",
             )
-        if self._store.result() is not None:  # a finished run that is being extended
-            self._store.reopen()
         with self._store.opened(latest.step) as folder:
             self._policy.restore(folder)
             self._load_optimizer(folder / "optimizer.safetensors")
             self._state = _State(**json.loads((folder / "state.json").read_text()))
             self._history = (folder / "metrics.jsonl").read_text().splitlines()
+        self._store.reopen()  # it may have been finished and is being extended, or was killed while this was done
+        self._keeper.tidy()
         self._saved_step, self._run_id = latest.step, latest.run_id
         if latest.step:
             self._monitor.emit(Notice("info", f"resuming {self._kind} after step {latest.step} of {self._total}"))
@@ -260,15 +262,10 @@ class TrainingRun:
 
     @property
     def _unchanged(self) -> bool:
-        return self._state.updates == 0 or self._digest() == self._initial_digest()
+        return self._state.updates == 0 or self._digest() == self._initial_digest
 
     def _digest(self) -> str:
         return tensors_digest(self._policy.trainable_parameters())
-
-    def _initial_digest(self) -> str:
-        initial = self._store.manifest(0)
-        assert initial is not None, "a run begins by keeping its initial policy"
-        return initial.digest
 
     def _record(self, validation: Metrics) -> None:
         self._state.metrics = {**self._state.metrics, **validation}
@@ -295,8 +292,7 @@ class TrainingRun:
         if self._saved_step == state.step:
             self._keeper.mark(state.step, partial)
             return
-        folder = Path(tempfile.mkdtemp(prefix="grpo-lab-"))
-        with full_disk_named(str(folder)):
+        with staged() as folder:
             self._policy.save(folder)
             self._save_optimizer(folder / "optimizer.safetensors")
             (folder / "state.json").write_text(json.dumps(asdict(state), sort_keys=True))
@@ -334,9 +330,12 @@ class TrainingRun:
             )
         self._save(partial=False)
         result = self._result("completed", None)
-        with tempfile.TemporaryDirectory(prefix="grpo-lab-") as temporary:
-            self._policy.save(Path(temporary))
-            self._keeper.finish(Path(temporary), result.document())
+        with staged() as folder:
+            self._policy.save(folder)
+        try:
+            self._keeper.finish(folder, result.document())
+        finally:
+            drop(folder)
         return result
 
     def _result(self, status: Literal["completed", "cancelled"], stop_reason: StopReason | None) -> TrainingResult:
@@ -349,7 +348,7 @@ class TrainingRun:
             steps=self._state.step,
             metrics=self._state.metrics,
             digest=self._digest(),
-            initial_digest=self._initial_digest(),
+            initial_digest=self._initial_digest,
             duration_s=time.monotonic() - self._started,
         )
 

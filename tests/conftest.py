@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
+    from faulty import Fault
     from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
     from grpo_core.config import GRPOConfig, SFTConfig
@@ -136,6 +137,22 @@ def _byte_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|im_end|>")
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
+
+
+@pytest.fixture
+def faulty(monkeypatch: pytest.MonkeyPatch) -> Callable[[Fault], None]:
+    """Sets what goes wrong at ``faulty://``; whoever writes there is quick to try again, renew its lease or give up."""
+    import fsspec
+    from faulty import FaultyFileSystem
+
+    from grpo_core import keeping, lease
+
+    fsspec.register_implementation("faulty", FaultyFileSystem, clobber=True)
+    monkeypatch.setattr(FaultyFileSystem, "fault", FaultyFileSystem.fault)
+    monkeypatch.setattr(keeping, "RETRY_DELAYS_S", (0.0,) * 40)
+    monkeypatch.setattr(lease, "SETTLE_S", 0.0)
+    monkeypatch.setattr(lease.Lease.__init__, "__defaults__", (0.05, 1.0, *lease.Lease.__init__.__defaults__[2:]))
+    return lambda fault: setattr(FaultyFileSystem, "fault", staticmethod(fault))
 
 
 @pytest.fixture

@@ -1,5 +1,11 @@
 """What the tests of the training loops share."""
 
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+from grpo_core.checkpoints import CheckpointStore
 from grpo_core.environments.base import Environment, Problem, Score, Split
 from grpo_core.progress import Event, Notice, StepEvent, StopReason
 
@@ -64,3 +70,34 @@ class Letters(Environment):
     def score(self, problem: Problem, completion: str) -> Score:
         share = sum("a" <= letter <= "z" for letter in completion) / max(len(completion), 1)
         return Score(share, {"short": float(len(completion) < 3)})
+
+
+@contextmanager
+def never_without_a_checkpoint(folder: str) -> Iterator[None]:
+    """Look all the time whether the folder, once it has had a checkpoint, has one that is whole."""
+    store, over = CheckpointStore(folder), threading.Event()
+
+    def times_without() -> int:
+        had, without = False, 0
+        while not over.wait(0.01):
+            has = store.latest() is not None
+            without += had and not has
+            had |= has
+        return without
+
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        watched = pool.submit(times_without)
+        try:
+            yield
+        finally:
+            over.set()
+    assert watched.result() == 0
+
+
+def verified_steps(url: str) -> list[int]:
+    """Steps of all checkpoints, once every byte of theirs was compared with its digest."""
+    store = CheckpointStore(url)
+    for step in store.steps():
+        with store.opened(step):
+            pass
+    return store.steps()

@@ -1,9 +1,12 @@
 """The checkpoint store: what counts as a checkpoint, and what is refused."""
 
 import json
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from faulty import Fault, Outcome, healthy
 
 from grpo_core.checkpoints import MANIFEST, CheckpointStore, Manifest, file_digest, policy_folder
 from grpo_core.errors import CheckpointCorrupt, CheckpointError, NotFoundError
@@ -98,5 +101,78 @@ def test_policy_folder_takes_the_newest_checkpoint_one_checkpoint_or_a_plain_fol
 
 def test_marking_partial_keeps_everything_else(store: CheckpointStore, tmp_path: Path) -> None:
     manifest = save(store, 1, tmp_path / "staging")
-    store.mark(1, partial=True)
+    store.mark(manifest, partial=True)
     assert store.latest() == Manifest(**{**manifest.__dict__, "partial": True})
+
+
+def failing(operation: str, outcome: Outcome) -> Fault:
+    """All calls of one operation end like this."""
+
+    def fault(called: str, path: str) -> Outcome:
+        if called != operation:
+            return None
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    return fault
+
+
+@pytest.mark.parametrize(
+    ("operation", "outcome", "message"),
+    [
+        ("ls", TimeoutError("no answer"), "no answer"),
+        ("cat_file", TimeoutError("no answer"), "no answer"),
+        ("cat_file", "cut", "bytes went over the line"),
+    ],
+)
+def test_checkpoint_that_cannot_be_read_now_is_not_taken_for_an_incomplete_one(
+    operation: str, outcome: Outcome, message: str, tmp_path: Path, faulty: Callable[[Fault], None]
+) -> None:
+    store = CheckpointStore(f"faulty://{tmp_path.name}/run")
+    save(store, 1, tmp_path / "staging")
+    faulty(failing(operation, outcome))
+    with pytest.raises(OSError, match=message):
+        store.latest()
+    with pytest.raises(OSError, match=message):
+        store.remove_incomplete()
+    with pytest.raises(OSError, match=message), policy_folder(store.url):
+        pass
+    faulty(healthy)
+    assert store.steps() == [1]
+
+
+def test_download_that_breaks_off_is_no_corruption(tmp_path: Path, faulty: Callable[[Fault], None]) -> None:
+    store = CheckpointStore(f"faulty://{tmp_path.name}/run")
+    save(store, 1, tmp_path / "staging")
+    faulty(failing("get_file", "cut"))
+    with pytest.raises(OSError, match="3 bytes went over the line, 7 are stored"), store.opened(1):  # "weights" has 7
+        pass
+
+
+def test_manifest_is_deleted_first_though_the_store_does_not_say_what_is_there(
+    tmp_path: Path, faulty: Callable[[Fault], None]
+) -> None:
+    store = CheckpointStore(f"faulty://{tmp_path.name}/run")
+    save(store, 1, tmp_path / "staging")
+    deleted: list[str] = []
+
+    def unasked(operation: str, path: str) -> Outcome:
+        if operation == "rm_file":
+            deleted.append(path.rpartition("/")[2])
+        return failing("info", TimeoutError("no answer"))(operation, path)
+
+    faulty(unasked)
+    with suppress(TimeoutError):
+        store.remove(1)
+    assert deleted[0] == MANIFEST
+
+
+def test_result_that_cannot_be_asked_for_is_taken_back(tmp_path: Path, faulty: Callable[[Fault], None]) -> None:
+    store = CheckpointStore(f"faulty://{tmp_path.name}/run")
+    save(store, 1, tmp_path / "staging")
+    store.finish(tmp_path / "staging", {"digest": "x"})
+    faulty(failing("info", TimeoutError("no answer")))
+    store.reopen()
+    faulty(healthy)
+    assert store.result() is None

@@ -2,41 +2,30 @@
 
 import errno
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import fsspec
 import pytest
-from fsspec.implementations.memory import MemoryFileSystem
+from faulty import Fault, Outcome, healthy
 
-from grpo_core import keeping
 from grpo_core.checkpoints import CheckpointStore, Manifest
 from grpo_core.errors import CheckpointConflict, DiskFull
 from grpo_core.keeping import Keeper, Retention
+from grpo_core.scratch import staged
 
 
-class Faulty(MemoryFileSystem):
-    """Memory whose uploads fail as `fault` says: called with the number of the upload and its path."""
+class Uploads:
+    """What `fault` makes of uploads, called with the number of each and its path."""
 
-    protocol = "faulty"
-    cachable = False
-    fault: Callable[[int, str], None] = staticmethod(lambda number, path: None)
-    uploads = 0
+    def __init__(self, fault: Callable[[int, str], Outcome]):
+        self.number = 0
+        self._fault = fault
 
-    def put_file(self, lpath: str, rpath: str, callback: Any = None, **values: Any) -> None:
-        type(self).uploads += 1
-        super().put_file(lpath, rpath, **values)
-        type(self).fault(self.uploads, rpath)
-
-
-@pytest.fixture
-def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Faulty]]:
-    fsspec.register_implementation("faulty", Faulty, clobber=True)
-    monkeypatch.setattr(keeping, "RETRY_DELAYS_S", (0.0, 0.0, 0.0))
-    Faulty.uploads = 0
-    yield Faulty
-    Faulty.fault = staticmethod(lambda number, path: None)
+    def __call__(self, operation: str, path: str) -> Outcome:
+        if operation != "put_file":
+            return None
+        self.number += 1
+        return self._fault(self.number, path)
 
 
 def manifest(step: int, reward: float | None = None) -> Manifest:
@@ -44,10 +33,10 @@ def manifest(step: int, reward: float | None = None) -> Manifest:
     return Manifest(step, "rl", False, {}, {}, "digest", {}, None, {}, "run", validation)
 
 
-def staged(tmp_path: Path, step: int) -> Path:
-    folder = tmp_path / f"staged-{step}"
-    folder.mkdir()
-    (folder / "weights").write_text(f"weights of step {step}")
+def weights(step: int) -> Path:
+    """A staged folder with one file."""
+    with staged() as folder:
+        (folder / "weights").write_text(f"weights of step {step}")
     return folder
 
 
@@ -66,10 +55,84 @@ def test_old_checkpoints_go_only_after_the_new_one_is_whole(tmp_path: Path) -> N
     store = CheckpointStore(str(tmp_path / "run"))
     with Keeper(store, Retention(last=1)) as keeper:
         for step in (0, 1, 2):
-            keeper.keep(staged(tmp_path, step), manifest(step))
+            folder = weights(step)
+            keeper.keep(folder, manifest(step))
             keeper.join()
             assert store.steps() == ([0, step] if step else [0])
-    assert not list(tmp_path.glob("staged-*"))
+            assert not folder.parent.exists()
+
+
+def test_nothing_is_deleted_for_a_checkpoint_that_did_not_arrive(
+    tmp_path: Path, faulty: Callable[[Fault], None]
+) -> None:
+    store = CheckpointStore(f"faulty://{tmp_path.name}")
+    cut: Fault = lambda operation, path: (  # noqa: E731
+        "cut" if operation == "pipe_file" and path.endswith("step-000003/manifest.json") else None
+    )
+    with Keeper(store, Retention(last=1), str) as keeper:
+        for step in (0, 1, 2):
+            keeper.keep(weights(step), manifest(step))
+        keeper.join()
+        assert store.steps() == [0, 2]
+        faulty(cut)
+        keeper.keep(folder := weights(3), manifest(3))
+        with pytest.raises(OSError, match="are stored"):
+            keeper.join()
+        assert store.steps() == [0, 2]
+        faulty(healthy)
+        keeper.keep(weights(4), manifest(4))
+        keeper.join()
+        assert store.steps() == [0, 4] and store._folders() == [0, 4]
+    assert (folder / "weights").exists()
+
+
+def test_what_could_not_be_deleted_goes_after_the_next_checkpoint(
+    tmp_path: Path, faulty: Callable[[Fault], None]
+) -> None:
+    def keeps_weights(operation: str, path: str) -> Outcome:
+        if operation == "rm_file" and path.endswith("weights"):
+            raise PermissionError("AccessDenied")
+        return None
+
+    faulty(keeps_weights)
+    notices: list[str] = []
+    store = CheckpointStore(f"faulty://{tmp_path.name}")
+    with Keeper(store, Retention(last=1), notices.append) as keeper:
+        for step in (0, 1, 2):
+            keeper.keep(weights(step), manifest(step))
+        keeper.join()
+        assert store.steps() == [0, 2] and store._folders() == [0, 1, 2]
+        assert "could not be deleted: AccessDenied" in notices[-1]
+        faulty(healthy)
+        keeper.keep(weights(3), manifest(3))
+        keeper.join()
+        assert store._folders() == [0, 3]
+
+
+def test_writer_that_lost_its_folder_deletes_nothing_in_it(tmp_path: Path) -> None:
+    half = tmp_path / "run" / "step-000005"
+    half.mkdir(parents=True)
+    with Keeper(CheckpointStore(str(tmp_path / "run")), Retention(last=1), str) as keeper:
+        (tmp_path / "run" / "writer.json").write_text(
+            '{"token": "other", "process": {"host": "elsewhere", "pid": 1, "started": "1"}}'
+        )
+        keeper.tidy()
+    assert half.exists()  # the other one is writing it
+
+
+def test_mark_that_arrived_in_part_is_written_again(tmp_path: Path, faulty: Callable[[Fault], None]) -> None:
+    store = CheckpointStore(f"faulty://{tmp_path.name}")
+    cuts = iter([True])
+    with Keeper(store, Retention(last=1), str) as keeper:
+        keeper.keep(weights(1), manifest(1))
+        keeper.join()
+        faulty(
+            lambda operation, path: (
+                "cut" if operation == "pipe_file" and "manifest" in path and next(cuts, False) else None
+            )
+        )
+        keeper.mark(1, partial=True)
+    assert [each.partial for each in store.manifests()] == [True]
 
 
 def test_leftovers_of_a_killed_writer_are_removed(tmp_path: Path) -> None:
@@ -77,62 +140,62 @@ def test_leftovers_of_a_killed_writer_are_removed(tmp_path: Path) -> None:
     half = tmp_path / "run" / "step-000005"
     half.mkdir(parents=True)
     (half / "weights").write_text("half")
-    with Keeper(store, Retention(last=1)):
-        assert not half.exists()
+    with Keeper(store, Retention(last=1)) as keeper:
+        keeper.tidy()
+    assert not half.exists()
 
 
-def test_upload_runs_beside_training_and_is_joined_before_the_next(tmp_path: Path, faulty: type[Faulty]) -> None:
+def test_upload_runs_beside_training_and_is_joined_before_the_next(
+    tmp_path: Path, faulty: Callable[[Fault], None]
+) -> None:
     going, go_on = threading.Event(), threading.Event()
 
     def wait(number: int, path: str) -> None:
         going.set()
         assert go_on.wait(60)
 
-    faulty.fault = staticmethod(wait)
+    faulty(Uploads(wait))
     store = CheckpointStore(f"faulty://{tmp_path.name}")
     with Keeper(store, Retention(last=3)) as keeper:
-        keeper.keep(staged(tmp_path, 1), manifest(1))
+        keeper.keep(weights(1), manifest(1))
         assert going.wait(60)
         assert store.steps() == []  # training goes on meanwhile
         go_on.set()
-        keeper.keep(staged(tmp_path, 2), manifest(2))
+        keeper.keep(weights(2), manifest(2))
         assert store.steps()[0] == 1
     assert store.steps() == [1, 2]
 
 
-def test_failed_upload_is_tried_again(tmp_path: Path, faulty: type[Faulty]) -> None:
+def test_failed_upload_is_tried_again(tmp_path: Path, faulty: Callable[[Fault], None]) -> None:
     def twice(number: int, path: str) -> None:
         if number <= 2:
             raise OSError(errno.EIO, "503 Slow Down")
 
-    faulty.fault = staticmethod(twice)
+    uploads = Uploads(twice)
+    faulty(uploads)
     notices: list[str] = []
     store = CheckpointStore(f"faulty://{tmp_path.name}")
     with Keeper(store, Retention(last=1), notices.append) as keeper:
-        keeper.keep(staged(tmp_path, 1), manifest(1))
-    assert faulty.uploads == 3
+        keeper.keep(weights(1), manifest(1))
+    assert uploads.number == 3
     assert [text for text in notices if "503 Slow Down" in text] == notices != []
     with store.opened(1) as folder:
         assert (folder / "weights").read_text() == "weights of step 1"
 
 
-def test_short_write_is_noticed_and_written_again(tmp_path: Path, faulty: type[Faulty]) -> None:
-    def cut(number: int, path: str) -> None:
-        if number == 1:
-            store._fs.pipe_file(path, b"weigh")
-
-    faulty.fault = staticmethod(cut)
+def test_short_write_is_noticed_and_written_again(tmp_path: Path, faulty: Callable[[Fault], None]) -> None:
+    faulty(Uploads(lambda number, path: "cut" if number == 1 else None))
     store = CheckpointStore(f"faulty://{tmp_path.name}")
     notices: list[str] = []
     with Keeper(store, Retention(last=1), notices.append) as keeper:
-        keeper.keep(staged(tmp_path, 1), manifest(1))
-    assert "5 of 17 bytes arrived" in notices[0]  # len("weights of step 1") is 17
+        keeper.keep(weights(1), manifest(1))
+    assert "17 bytes went over the line, 8 are stored" in notices[0]  # len("weights of step 1") is 17
     with store.opened(1) as folder:
         assert (folder / "weights").read_text() == "weights of step 1"
 
 
 def test_upload_that_fails_for_good_keeps_the_local_copy_and_what_was_there(
-    tmp_path: Path, faulty: type[Faulty]
+    tmp_path: Path, faulty: Callable[[Fault], None]
 ) -> None:
     store = CheckpointStore(f"faulty://{tmp_path.name}")
     notices: list[str] = []
@@ -141,24 +204,28 @@ def test_upload_that_fails_for_good_keeps_the_local_copy_and_what_was_there(
         raise OSError(errno.EIO, "gone")
 
     with pytest.raises(OSError, match="gone"), Keeper(store, Retention(last=1), notices.append) as keeper:
-        keeper.keep(staged(tmp_path, 1), manifest(1))
+        keeper.keep(weights(1), manifest(1))
         keeper.join()
-        faulty.fault = staticmethod(always)
-        keeper.keep(staged(tmp_path, 2), manifest(2))
+        faulty(Uploads(always))
+        keeper.keep(folder := weights(2), manifest(2))
     assert store.steps() == [1]
-    assert (tmp_path / "staged-2" / "weights").read_text() == "weights of step 2"
-    assert f"it stays in {tmp_path / 'staged-2'}" in notices[-1]
+    assert f"it stays in {folder}" in notices[-1]
+    faulty(healthy)
+    store._fs.put(f"{folder}/", f"{store._folder(2)}/", recursive=True)
+    with store.opened(2) as copied:  # what stays is a whole checkpoint
+        assert (copied / "weights").read_text() == "weights of step 2"
 
 
-def test_full_disk_is_named_and_not_tried_again(tmp_path: Path, faulty: type[Faulty]) -> None:
+def test_full_disk_is_named_and_not_tried_again(tmp_path: Path, faulty: Callable[[Fault], None]) -> None:
     def full(number: int, path: str) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    faulty.fault = staticmethod(full)
+    uploads = Uploads(full)
+    faulty(uploads)
     store = CheckpointStore(f"faulty://{tmp_path.name}")
     with pytest.raises(DiskFull, match="no space is left"), Keeper(store, Retention(last=1), str) as keeper:
-        keeper.keep(staged(tmp_path, 1), manifest(1))
-    assert faulty.uploads == 1
+        keeper.keep(weights(1), manifest(1))
+    assert uploads.number == 1
 
 
 def test_writer_that_lost_its_folder_adds_nothing_to_it(tmp_path: Path) -> None:
@@ -167,5 +234,5 @@ def test_writer_that_lost_its_folder_adds_nothing_to_it(tmp_path: Path) -> None:
         (tmp_path / "run" / "writer.json").write_text(
             '{"token": "other", "process": {"host": "elsewhere", "pid": 1, "started": "1"}}'
         )
-        keeper.keep(staged(tmp_path, 1), manifest(1))
+        keeper.keep(weights(1), manifest(1))
     assert store.steps() == []

@@ -1,4 +1,4 @@
-"""Jobs killed at random moments and started again: every one ends as if it had never been interrupted."""
+"""Jobs killed at random moments and in chosen places: started again, every one ends as if never interrupted."""
 
 from __future__ import annotations
 
@@ -8,16 +8,12 @@ import random
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from loops import never_without_a_checkpoint, verified_steps
 from mlflow.tracking import MlflowClient
-
-from grpo_core.checkpoints import CheckpointStore
 
 pytestmark = pytest.mark.slow
 
@@ -25,12 +21,16 @@ HERE = Path(__file__).parent
 
 
 def start(
-    job: str, config: dict[str, Any], kill_after_s: float | None = None, **environment: str
+    job: str,
+    config: dict[str, Any],
+    kill_after_s: float | None = None,
+    kill_at: dict[str, Any] | None = None,
+    **environment: str,
 ) -> list[dict[str, Any]]:
     """Run a job in a process of its own; what it printed, whether it was killed or not."""
     process = subprocess.run(
         [sys.executable, str(HERE / "doomed.py"), job],
-        input=json.dumps({"config": config, "kill_after_s": kill_after_s}),
+        input=json.dumps({"config": config, "kill_after_s": kill_after_s, "kill_at": kill_at}),
         env={**os.environ, "PYTHONPATH": f"{HERE}:{HERE.parent}", **environment},
         capture_output=True,
         text=True,
@@ -39,29 +39,6 @@ def start(
     killed = process.returncode == -signal.SIGKILL
     assert killed or process.returncode == 0, process.stderr[-3000:]
     return [json.loads(line) for line in process.stdout.splitlines() if line.startswith("{")]
-
-
-@contextmanager
-def never_without_a_checkpoint(folder: str) -> Iterator[None]:
-    """Look all the time whether the folder, once it has had a checkpoint, has one that is whole."""
-    store, over, empty = CheckpointStore(folder), threading.Event(), []
-
-    def watch() -> None:
-        had = False
-        while not over.wait(0.01):
-            has = store.latest() is not None
-            if had and not has:
-                empty.append(folder)
-            had |= has
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    try:
-        yield
-    finally:
-        over.set()
-        watcher.join()
-    assert not empty
 
 
 @pytest.fixture
@@ -91,8 +68,8 @@ def killed_again_and_again(job: str, config: dict[str, Any], folder: Path, kills
                 # a step takes about 0.05 s, of which a third is spent on its checkpoint
                 after_s = moments.uniform(0, 0.4) if done < kills else None
                 said = start(job, {**config, "checkpoint_dir": place}, after_s)
-                if resumed:
-                    assert said[0]["after"] > 0
+                if resumed:  # one that was killed when its result was stored begins no more
+                    assert said[0].get("after", 1) > 0
                 if "result" in said[-1]:
                     assert said[-1]["result"]["digest"] == whole["digest"]
                     break
@@ -134,6 +111,83 @@ def test_evaluation_killed_at_random_moments(fields: dict[str, Any], tmp_path: P
     # none is done twice; one that was kept just before a kill may not have been said
     assert done == sorted(set(done)) and len(done) >= 40 - 3
     assert [path.name for path in (tmp_path / "killed").iterdir()] == ["evaluation.json"]
+
+
+STORE, DISK = "grpo_core.checkpoints:CheckpointStore", "fsspec.implementations.local:LocalFileSystem"
+
+# In which call, and after which step the job goes on. A checkpoint of SFT has five files; those of steps 0 and 1
+# are whole when that of step 2 is uploaded, which is when 1 becomes expendable. An upload goes on beside training
+# until the next is staged, so who is killed in staging step 3 may or may not have uploaded step 2.
+PLACES = {
+    "before the optimizer is staged": ({"call": "grpo_core.training:TrainingRun._save_optimizer", "nth": 4}, {1, 2}),
+    "after the policy is staged": (
+        {"call": "grpo_core.policies.peft_lora:PeftLoraPolicy.save", "nth": 4, "when": "after"},
+        {1, 2},
+    ),
+    "between two files": ({"call": f"{STORE}._put", "nth": 13}, {1}),
+    "within a file": ({"call": f"{DISK}.put_file", "nth": 12, "when": "half"}, {1}),
+    "before the manifest": ({"call": f"{STORE}._write_json", "nth": 3}, {1}),
+    "within the manifest": (
+        {"call": "pathlib:Path.write_text", "nth": 3, "when": "half", "within": f"{STORE}._write_json"},
+        {1},
+    ),
+    "before the manifest has its name": ({"call": "os:replace", "nth": 3, "within": f"{STORE}._write_json"}, {1}),
+    "after the manifest": ({"call": f"{STORE}.save", "nth": 3, "when": "after"}, {2}),
+    "before what is old is deleted": ({"call": f"{STORE}.remove", "nth": 1}, {2}),
+    "when its manifest is deleted": ({"call": f"{DISK}.rm", "nth": 1}, {2}),
+    "when half of it is deleted": ({"call": "os:unlink", "nth": 2, "within": f"{DISK}.rm"}, {2}),
+    "between two files of the final policy": ({"call": f"{STORE}._put", "nth": 2, "within": f"{STORE}.finish"}, {6}),
+    "before the result": ({"call": f"{STORE}._write_json", "nth": 1, "within": f"{STORE}.finish"}, {6}),
+    "after the result": ({"call": f"{STORE}.finish", "nth": 1, "when": "after"}, {None}),
+}
+SIX_STEPS = {"examples": 24, "examples_per_step": 4, "eval_examples": 2, "lora_rank": 4, "checkpoint_every": 1}
+
+
+@pytest.fixture(scope="module")
+def six_steps(tiny_model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
+    """Config of an SFT job, and the digest with which it ends if nothing happens."""
+    config = {"family": "smollm2-135m", "model_dir": tiny_model_dir, "environment": "letters", "device": "cpu"}
+    config |= {"dtype": "float32", "lr": 1e-2, **SIX_STEPS, "keep_last": 1}
+    whole = start("sft", {**config, "checkpoint_dir": str(tmp_path_factory.mktemp("whole"))})[-1]["result"]
+    assert whole["digest"] != whole["initial_digest"]
+    return config, whole["digest"]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_sft_killed_in_a_place_goes_on(place: str, six_steps: tuple[dict[str, Any], str], tmp_path: Path) -> None:
+    config, digest = six_steps
+    kill_at, begins = PLACES[place]
+    config = {**config, "checkpoint_dir": str(tmp_path / "run")}
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    with never_without_a_checkpoint(config["checkpoint_dir"]):
+        killed = start("sft", config, kill_at={"when": "before", **kill_at}, TMPDIR=str(temporary))
+        assert "result" not in (killed or [{}])[-1]
+        said = start("sft", config, TMPDIR=str(temporary))
+    assert said[0].get("after") in begins
+    assert said[-1]["result"]["digest"] == digest
+    assert set(verified_steps(config["checkpoint_dir"])) >= {0, 6}
+    if begins != {None}:  # what was staged goes when a run begins
+        assert not list(temporary.glob("*/files"))
+    assert not list((tmp_path / "run").glob("*/*.tmp"))
+
+
+@pytest.mark.parametrize(("nth", "when"), [(1, "before"), (1, "after"), (3, "before")])
+def test_sft_killed_when_it_is_extended_goes_on(
+    nth: int, when: str, six_steps: tuple[dict[str, Any], str], tmp_path: Path
+) -> None:
+    config, digest = six_steps
+    config = {**config, "checkpoint_dir": str(tmp_path / "run")}
+    start("sft", {**config, "examples": 16})
+    kill_at = {"call": f"{DISK}.rm_file", "nth": nth, "when": when, "within": f"{STORE}.reopen"}
+    with never_without_a_checkpoint(config["checkpoint_dir"]):
+        start("sft", config, kill_at=kill_at)
+        said = start("sft", config, kill_at={"call": f"{STORE}.save", "nth": 1, "when": "before"})
+        assert said[0]["after"] == 4
+        assert not list((tmp_path / "run").glob("adapter*")), "a policy that is no longer the final one"
+        said = start("sft", config)
+    assert said[0]["after"] == 4
+    assert said[-1]["result"]["digest"] == digest
 
 
 def test_pipeline_killed_at_random_moments_leaves_the_same_series(

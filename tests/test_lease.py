@@ -5,14 +5,22 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from faulty import Fault, FaultyFileSystem, Outcome
 
+from grpo_core import lease as lease_module
+from grpo_core import processes
 from grpo_core.errors import CheckpointConflict
 from grpo_core.files import write_text
 from grpo_core.lease import LEASE, Lease
+from grpo_core.processes import Process
 
 HOLDER = """
 import sys, time
@@ -21,6 +29,14 @@ with Lease(sys.argv[1], renew_every_s=0.05):
     print("held", flush=True)
     time.sleep(600)
 """
+
+
+ANCESTOR = "trainer 0123456789abcdef0123456789abcdef boot-1 pid:[4026531836]"
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease_module, "SETTLE_S", 0.02)
 
 
 @pytest.fixture(params=["local", "memory"])
@@ -105,3 +121,102 @@ def test_unreadable_lease_is_watched_like_any_other(tmp_path: Path) -> None:
     with Lease(str(tmp_path), renew_every_s=0.05, expires_after_s=0.2, waiting=told.append) as mine:
         mine.confirm()
     assert len(told) == 1
+
+
+def test_store_that_creates_what_exists_lets_no_second_writer_in(
+    faulty: Callable[[Fault], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FaultyFileSystem, "exclusive", False)
+    with lease(f"faulty://{tmp_path.name}") as first:
+        with pytest.raises(CheckpointConflict, match="writes to"), lease(f"faulty://{tmp_path.name}"):
+            pass
+        first.confirm()
+
+
+def test_of_two_that_found_the_folder_free_one_has_it_though_the_store_let_both_create(
+    faulty: Callable[[Fault], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FaultyFileSystem, "exclusive", False)
+    both_looked, both_wrote, both_over = threading.Barrier(2), threading.Barrier(2), threading.Barrier(2)
+    creating = threading.local()
+    monkeypatch.setattr(lease_module, "SETTLE_S", 0.0)
+    monkeypatch.setattr(lease_module.time, "sleep", lambda delay_s: both_wrote.wait(60))
+
+    def meet(operation: str, path: str) -> Outcome:
+        if operation == "pipe_file" and not getattr(creating, "met", False):
+            creating.met = True
+            both_looked.wait(60)
+        return None
+
+    faulty(meet)
+
+    def enter(number: int) -> bool:
+        try:
+            with Lease(f"faulty://{tmp_path.name}", renew_every_s=60):
+                both_over.wait(60)
+                return True
+        except CheckpointConflict:
+            both_over.wait(60)
+            return False
+
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        assert sorted(pool.map(enter, range(2))) == [False, True]
+
+
+@pytest.mark.parametrize("jump_s", [-7 * 86_400.0, 7 * 86_400.0])
+def test_clock_that_jumps_neither_frees_a_folder_nor_closes_it(
+    folder: str, jump_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, real_ns = time.time, time.time_ns
+    with lease(folder, elsewhere=True) as held:
+        monkeypatch.setattr(time, "time", lambda: real() + jump_s)
+        monkeypatch.setattr(time, "time_ns", lambda: real_ns() + int(jump_s * 1e9))
+        with pytest.raises(CheckpointConflict, match="on elsewhere writes"), lease(folder):
+            pass
+        held.confirm()
+    with lease(folder):
+        pass
+
+
+def test_process_of_an_earlier_boot_of_this_machine_is_gone_and_of_what_may_be_another_is_unknown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ancestor = Process(ANCESTOR, os.getpid(), Process.this().started)
+    for here, runs in {
+        ANCESTOR: True,
+        ANCESTOR.replace("boot-1", "boot-2"): False,
+        # another name, another machine, one that tells no id, and containers, whose images tell theirs
+        ANCESTOR.replace("boot-1", "boot-2").replace("trainer", "other"): None,
+        ANCESTOR.replace("boot-1", "boot-2").replace("0123", "3210"): None,
+        "trainer - boot-2 pid:[4026531836]": None,
+        ANCESTOR.replace("boot-1", "boot-2").replace("1836", "2001"): None,
+    }.items():
+        monkeypatch.setattr(processes, "_host", lambda here=here: here)
+        assert ancestor.runs() is runs, here
+    contained = Process(ANCESTOR.replace("1836", "2001"), 1, "1")
+    monkeypatch.setattr(processes, "_host", lambda: contained.host.replace("boot-1", "boot-2"))
+    assert contained.runs() is None
+    nameless = Process("trainer - boot-1 pid:[4026531836]", 1, "1")
+    monkeypatch.setattr(processes, "_host", lambda: nameless.host.replace("boot-1", "boot-2"))
+    assert nameless.runs() is None
+
+
+def test_lease_of_an_earlier_boot_is_taken_over_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "_host", lambda: ANCESTOR)
+    left = Lease(str(tmp_path))._text()
+    (tmp_path / LEASE).write_text(left)
+    monkeypatch.setattr(processes, "_host", lambda: ANCESTOR.replace("boot-1", "boot-2"))
+    with Lease(str(tmp_path), expires_after_s=3600, waiting=pytest.fail):
+        pass
+
+
+def test_renewal_that_arrived_in_part_is_still_the_holders(tmp_path: Path) -> None:
+    with lease(str(tmp_path)) as held:
+        held._released.set()
+        held._thread.join()
+        text = held._text()
+        (tmp_path / LEASE).write_text(text[: len(text) // 2])
+        held.confirm()
+        (tmp_path / LEASE).write_text("{")
+        with pytest.raises(CheckpointConflict, match="another process writes"):
+            held.confirm()

@@ -9,10 +9,9 @@ from typing import Any
 from urllib.request import Request, urlopen
 
 import pytest
-from loops import Audience
+from loops import Audience, verified_steps
 from werkzeug.serving import make_server
 
-from grpo_core.checkpoints import CheckpointStore
 from grpo_core.config import EvalConfig, GRPOConfig, PipelineConfig, SFTConfig
 from grpo_core.errors import CheckpointConflict
 from grpo_core.evaluation import evaluate
@@ -71,15 +70,6 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[Flaky]:
         S3FileSystem.clear_instance_cache()
         server.shutdown()
         thread.join()
-
-
-def verified_steps(url: str) -> list[int]:
-    """Steps of all checkpoints, once every byte of theirs was compared with its digest."""
-    store = CheckpointStore(url)
-    for step in store.steps():
-        with store.opened(step):
-            pass
-    return store.steps()
 
 
 def test_training_goes_on_while_one_request_in_ten_fails(
