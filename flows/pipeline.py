@@ -28,13 +28,13 @@ def _tracked(job: Job, config: PipelineConfig) -> Document:
     """The chain, as one MLflow run in which those of the stages are nested."""
     params, tags = config.model_dump(mode="json"), {"prefect_flow_run_id": job.ref["flow_run_id"]}
     run = tracking.open_run("pipeline", job_id=job.id, params=params, tags=tags)
-    job.ref["mlflow_parent"] = run.id
+    job.ref["mlflow_parent"] = "pipeline"
     folder = config.checkpoint_dir or job.folder
-    done: Document = {"job_id": job.id, "status": "completed", "checkpoint_dir": folder, "mlflow_run_id": run.id}
+    done: Document = {"job_id": job.id, "status": "completed", "checkpoint_dir": folder}
     status = "FAILED"
     try:
         with termination_stops():
-            for outcome in _chain(job, config, folder):
+            for outcome in _chain(job, config, folder, run):
                 done |= outcome
             lift_report.record(run, done)
         status = "FINISHED"
@@ -45,10 +45,10 @@ def _tracked(job: Job, config: PipelineConfig) -> Document:
             done[stopped.document["kind"]] = stopped.document
     finally:
         run.close(status)
-    return PipelineResult(**done, duration_s=job.duration_s).document()
+    return PipelineResult(**done, mlflow_run_id=run.id, duration_s=job.duration_s).document()
 
 
-def _chain(job: Job, config: PipelineConfig, folder: str) -> Iterator[Document]:
+def _chain(job: Job, config: PipelineConfig, folder: str, run: tracking.TrackedRun) -> Iterator[Document]:
     """Run the stages in order and give each one's part of the pipeline document."""
     yield {"preview": job.stage(preview.preview, config=config.model_dump(mode="json"))}
 
@@ -78,6 +78,6 @@ def _chain(job: Job, config: PipelineConfig, folder: str) -> Iterator[Document]:
         "config": config.model_dump(mode="json"),
         "sft": sft,
         "rl": rl,
-        "mlflow_run_id": job.ref["mlflow_parent"],
+        "mlflow_run_id": run.id,
     }
     yield job.stage(lift_report.lift_report, evaluation_urls=urls, output_dir=inside(folder, "report"), context=context)

@@ -107,7 +107,7 @@ class CancelTag:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._over.set()
-        self._thread.join()
+        self._thread.join(ASKED_EVERY_S)  # it may be waiting, for a minute, for an API that is away
 
     def _watch(self) -> None:
         with get_client(sync_client=True) as client:

@@ -12,12 +12,13 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from grpo_core.home import lab_home
 from grpo_core.progress import Begun, Event, Notice, StopReason
-from tasks.journal import Entry, Journal, left_behind
+from tasks.journal import Entry, Journal, delivering, left_behind
 
 if TYPE_CHECKING:
     from tasks.mlflow_store import MlflowStore, OpenRun, Point
@@ -26,6 +27,11 @@ logger = logging.getLogger(__name__)
 
 DELIVER_EVERY_S = 5.0
 _ENTRIES_PER_BATCH = 1000
+
+# How long a store that hangs, or is busy with much that was left behind, may hold up a stage's beginning and end.
+_OPEN_WAIT_S = 30.0
+_CLOSE_WAIT_S = 30.0
+_ROUND_S = 10.0
 
 
 def tracking_uri() -> str:
@@ -45,36 +51,62 @@ def open_run(
 ) -> TrackedRun:
     """Open the run of one stage or pipeline, or go on with the one that an earlier try opened.
 
-    Never raises for the store's sake: while there is none, the run has no id.
+    Never raises: while there is no store, the run has no id, and what a full disk does not take is missing there.
 
     Args:
-        parent: id of the run in which this one is nested; an earlier try's moves there.
+        parent: name of the run of the same job in which this one is nested; an earlier try's moves there.
         training_run: `Manifest.run_id` of the checkpoints that a training stage goes on from.
     """
-    deliver_left_behind()
-    journal = Journal.begin(f"{job_id}-{name}")
     opening = {"name": name, "job_id": job_id, "parent": parent, "training_run": training_run}
-    journal.append({"uri": tracking_uri(), "open": {**opening, "params": dict(params), "tags": dict(tags)}})
-    return TrackedRun(name, journal, deliver_every_s)
+    opening |= {"params": dict(params), "tags": dict(tags), "began_ms": int(time.time() * 1000)}
+    return TrackedRun(
+        name, Journal.begin(f"{job_id}-{name}", {"uri": tracking_uri(), "open": opening}), deliver_every_s
+    )
 
 
-def deliver_left_behind() -> None:
-    """Deliver the journals of processes that are gone; a run whose process was killed ends as FAILED."""
-    with left_behind() as journals:
-        for journal in journals:
+def deliver_left_behind(within_s: float = _ROUND_S) -> None:
+    """Deliver the journals of processes that are gone; a run whose process was killed ends as FAILED.
+
+    Safe in any thread and beside running jobs, and a look into a folder where nothing was left. A store that does
+    not answer is asked once and its journals wait, as do those that a round of `within_s` does not begin with.
+    """
+    ends_at = time.monotonic() + within_s
+    stores: dict[str, MlflowStore | None] = {}
+    for journal in left_behind():
+        uri = journal.header["uri"]
+        if uri not in stores:
+            stores[uri] = _connected(uri)
+        if (store := stores[uri]) is not None:
             try:
-                Delivery(journal).finish()
+                Delivery(journal, store).finish()
             except Exception as error:
                 logger.warning("%s could not be delivered to MLflow (%s); it is tried again", journal.path, error)
+        if time.monotonic() > ends_at:
+            return
+
+
+def _connected(uri: str) -> MlflowStore | None:
+    from tasks.mlflow_store import MlflowStore  # seconds
+
+    try:
+        return MlflowStore(uri)
+    except Exception as error:
+        logger.info("%s does not answer (%s); what was left for it waits", uri, error)
+        return None
 
 
 class Delivery:
-    """Takes one journal's entries to the store; what fails is delivered again, and twice does no harm."""
+    """Takes one journal's entries to the store; what fails is delivered again, and twice does no harm.
 
-    def __init__(self, journal: Journal):
+    Attributes:
+        run: what it was at the latest opening; None before.
+    """
+
+    def __init__(self, journal: Journal, store: MlflowStore | None = None):
         self.run: OpenRun | None = None
         self._journal = journal
-        self._store: MlflowStore | None = None
+        self._store = store
+        self._failed = False
         self._offset = 0
 
     def drain(self) -> None:
@@ -83,15 +115,9 @@ class Delivery:
         Raises:
             Exception: whatever the store answered.
         """
-        entries: list[Entry] = []
-        offset = self._offset
-        for entry, offset in self._journal.entries(self._offset):
-            entries.append(entry)
-            if len(entries) == _ENTRIES_PER_BATCH:
-                self._deliver(entries)
-                self._offset, entries = offset, []
-        self._deliver(entries)
-        self._offset = offset
+        with self._opened() as run:
+            if run is not None:
+                self._drain(run)
 
     def finish(self) -> None:
         """Deliver all, end the run as its journal says, and delete the journal; a run whose journal ends early failed.
@@ -99,36 +125,63 @@ class Delivery:
         Raises:
             Exception: whatever the store answered.
         """
-        self.drain()
-        status, completions = "FAILED", list[dict[str, Any]]()
-        for entry, _ in self._journal.entries():
-            status = entry.get("close", status)
-            completions += entry.get("completions", ())
-        if self.run is not None:  # else the process was killed before it had said what run it opens
-            assert self._store is not None
-            self._store.send_completions(self.run, completions)
-            self._store.close(self.run, status)
-        self._journal.remove()
+        with self._opened() as run:
+            if run is None:
+                return
+            self._drain(run)
+            status, completions = "FAILED", list[dict[str, Any]]()
+            for entry, _ in self._journal.entries():
+                status = entry.get("close", status)
+                completions += entry.get("completions", ())
+            run.send_completions(completions)
+            run.close(status, self._journal.ended_ms())
+            self._journal.remove()
 
-    def _deliver(self, entries: list[Entry]) -> None:
-        points: list[Point] = []
-        for entry in entries:
-            if "open" in entry:
-                self._open(entry)
-            points += [tuple(point) for point in entry.get("points", ())]
-            if "record" in entry:
-                assert self._store is not None and self.run is not None
-                self._store.record(self.run, **entry["record"])
-        if points:
-            assert self._store is not None and self.run is not None
-            self._store.send_points(self.run, points)
+    @contextmanager
+    def _opened(self) -> Iterator[OpenRun | None]:
+        """The run; None where nothing can be delivered now, or somebody else has delivered it all."""
+        uri, opening = self._journal.header["uri"], self._journal.header["open"]
+        with delivering(uri):
+            if not self._journal.path.exists():
+                yield None
+                return
+            try:
+                if self.run is None or self._failed:
+                    from tasks.mlflow_store import MlflowStore  # seconds
 
-    def _open(self, entry: Entry) -> None:
-        if self.run is None:
-            from tasks.mlflow_store import MlflowStore  # seconds
+                    store = self._store or MlflowStore(uri)
+                    self.run = store.open(**{**opening, "training_run": self._training_run()})
+                self._failed = False
+                yield self.run
+            except Exception:
+                self._failed = True
+                raise
 
-            self._store = MlflowStore(entry["uri"])
-            self.run = self._store.open(**entry["open"])
+    def _training_run(self) -> str | None:
+        """The training run that a later job may have gone on with by now, and so the one by which its run is found."""
+        records = (entry["record"]["tags"] for entry, _ in self._journal.entries() if "record" in entry)
+        begun = (tags["training_run"] for tags in records if "training_run" in tags)
+        return next(begun, self._journal.header["open"]["training_run"])
+
+    def _drain(self, run: OpenRun) -> None:
+        entries: list[Entry] = []
+        offset = self._offset
+        for entry, offset in self._journal.entries(self._offset):
+            entries.append(entry)
+            if len(entries) == _ENTRIES_PER_BATCH:
+                _send(run, entries)
+                self._offset, entries = offset, []
+        _send(run, entries)
+        self._offset = offset
+
+
+def _send(run: OpenRun, entries: list[Entry]) -> None:
+    points: list[Point] = []
+    for entry in entries:
+        points += [tuple(point) for point in entry.get("points", ())]
+        if "record" in entry:
+            run.record(**entry["record"])
+    run.send_points(points)
 
 
 class TrackedRun:
@@ -138,11 +191,12 @@ class TrackedRun:
         self._stage = stage
         self._journal = journal
         self._delivery = Delivery(journal)
-        self._closing = threading.Event()
+        self._tried, self._closing = threading.Event(), threading.Event()
         self._warned = self._full = False
-        self._attempt(self._delivery.drain)
-        self._thread = threading.Thread(target=self._deliver_until_closed, args=(deliver_every_s,), daemon=True)
+        self._append()
+        self._thread = threading.Thread(target=self._deliver, args=(deliver_every_s,), daemon=True)
         self._thread.start()
+        self._tried.wait(_OPEN_WAIT_S)  # also so that MLflow is not imported beside other heavy things
 
     @property
     def id(self) -> str | None:
@@ -187,10 +241,9 @@ class TrackedRun:
 
     def close(self, status: str) -> None:
         """Deliver what waits and end the run with FINISHED, FAILED or KILLED."""
-        self._closing.set()
-        self._thread.join()
         self._append({"close": status})
-        self._attempt(self._delivery.finish)
+        self._closing.set()
+        self._thread.join(_CLOSE_WAIT_S)
         if self._journal.path.exists():
             logger.warning("%s was not delivered to MLflow: the next job tries again", self._journal.path)
 
@@ -198,17 +251,24 @@ class TrackedRun:
         now_ms = int(time.time() * 1000)
         self._append({"points": [(key, float(value), now_ms, step) for key, value in metrics.items()], **more})
 
-    def _append(self, entry: Entry) -> None:
+    def _append(self, *entries: Entry) -> None:
         try:
-            self._journal.append(entry)
+            self._journal.append(*entries)
         except OSError as error:
             if not self._full:
                 logger.warning("MLflow will lack points of %s: %s", self._stage, error)
             self._full = True
 
-    def _deliver_until_closed(self, every_s: float) -> None:
+    def _deliver(self, every_s: float) -> None:
+        """The thread: first what earlier attempts left, so that a resumed run's points come in their order."""
+        self._attempt(deliver_left_behind)
+        self._attempt(self._delivery.drain)
+        self._tried.set()
         while not self._closing.wait(every_s):
             self._attempt(self._delivery.drain)
+        self._attempt(self._delivery.finish)
+        if not self._journal.path.exists():  # what waited for the end of this attempt
+            self._attempt(deliver_left_behind)
 
     def _attempt(self, deliver: Callable[[], None]) -> None:
         try:

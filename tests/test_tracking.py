@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from mlflow.tracking import MlflowClient
+from tracked import dies, gone, open_run, points, step, wait_for
 
 from grpo_core.progress import Begun, Notice, StepEvent
-from tasks import journal, tracking
 from tasks.journal import journal_folder
 from tasks.mlflow_store import COMPLETIONS, sanitised
-
-NEVER = 3600.0
 
 
 @pytest.fixture(scope="module")
@@ -28,42 +25,6 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> str:
 def client(store: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[MlflowClient]:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", store)
     yield MlflowClient(store)
-
-
-def open_run(name: str, job: str, **fields: object) -> tracking.TrackedRun:
-    defaults = {"params": {}, "tags": {}, "deliver_every_s": NEVER}
-    return tracking.open_run(name, job_id=job, **{**defaults, **fields})  # type: ignore[arg-type]
-
-
-def step(number: int, **metrics: float) -> StepEvent:
-    completions = [{"problem": f"p{number}", "completion": "7"}]
-    return StepEvent(
-        "rl", number, 500, metrics or {"reward": number / 500, "loss": 1.0, "clip_ratio/low": 0.25}, completions
-    )
-
-
-def points(client: MlflowClient, run: tracking.TrackedRun, name: str) -> list[tuple[int, float]]:
-    assert run.id is not None
-    return sorted((point.step, point.value) for point in client.get_metric_history(run.id, name))
-
-
-def gone(*_: object, **__: object) -> None:
-    raise ConnectionError("gone")
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    """The thread that delivers needs a moment, on a busy machine a long one."""
-    for _ in range(1000):
-        if condition():
-            return
-        time.sleep(0.02)
-    raise AssertionError("it did not come about")
-
-
-def dies_with_its_journal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let what this process has written so far look as if its process were gone."""
-    left = {path.name for path in journal_folder().glob("*.jsonl")}
-    monkeypatch.setattr(journal, "_is_written", lambda each: each.path.name not in left)
 
 
 def test_many_steps_cost_few_calls_and_none_is_lost(client: MlflowClient, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,7 +114,6 @@ def test_what_could_not_be_delivered_is_delivered_by_the_next_job(
         "not delivered to MLflow: the next job tries again",
     ]
     assert client.get_run(run_id).info.status == "RUNNING"
-    dies_with_its_journal(monkeypatch)
     open_run("sft", "job-next").close("FINISHED")
     stored = client.get_run(run_id)
     assert (stored.info.status, stored.data.tags["digest"], stored.data.metrics["x"]) == ("KILLED", "abc", 1.0)
@@ -161,15 +121,13 @@ def test_what_could_not_be_delivered_is_delivered_by_the_next_job(
     assert not list(journal_folder().glob("*.jsonl"))
 
 
-def test_a_killed_process_leaves_a_run_that_ends_failed_with_all_its_points(
-    client: MlflowClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_process_leaves_a_run_that_ends_failed_with_all_its_points(client: MlflowClient) -> None:
     killed = open_run("rl", "job-killed")
     for number in (1, 2):
         killed.emit(step(number))
     with killed._journal.path.open("a") as file:
         file.write('{"points": [["rew')  # the kill came in the middle of a line
-    dies_with_its_journal(monkeypatch)
+    dies(killed)
     open_run("sft", "job-after").close("FINISHED")
     assert client.get_run(str(killed.id)).info.status == "FAILED"
     assert points(client, killed, "reward") == [(1, 1 / 500), (2, 2 / 500)]
@@ -181,7 +139,7 @@ def test_a_training_run_that_another_job_resumes_goes_on_in_its_mlflow_run(clien
     first.emit(step(1))
     first.close("FAILED")
     parent = open_run("pipeline", "job-second")
-    second = open_run("rl", "job-second", parent=parent.id, training_run="run-x")
+    second = open_run("rl", "job-second", parent="pipeline", training_run="run-x")
     assert second.id == first.id
     # The checkpoint knows of step 2, whose point the killed machine took with it.
     second.emit(Begun("rl", "run-x", [{"step": 1, "reward": 1 / 500}, {"step": 2, "reward": 2 / 500}]))
@@ -207,7 +165,7 @@ def test_a_runs_page_is_named_where_the_store_is_a_server(
 def test_a_stage_is_nested_and_its_config_flat(client: MlflowClient) -> None:
     parent = open_run("pipeline", "job-nested")
     config = {"lr": 0.1, "model_dir": None, "compute": {"spot": False}, "environment_options": {"text": "x" * 7000}}
-    child = open_run("eval-base", "job-nested", parent=parent.id, params=config)
+    child = open_run("eval-base", "job-nested", parent="pipeline", params=config)
     child.emit(StepEvent("eval-base", 1, 1, {"reward": 0.5}))
     child.record(metrics={"pass@1": 0.5}, tags={"settings_hash": "abc"}, documents={"a.json": {"x": 1}, "b.md": "# b"})
     child.close("FINISHED")
