@@ -194,7 +194,7 @@ class CheckpointStore:
         self._fs.invalidate_cache()
         try:
             names = [path.rstrip("/") for path in self._fs.ls(self._root, detail=False)]
-        except FileNotFoundError:  # and no other error: a store in trouble is not an empty one
+        except (FileNotFoundError, NotADirectoryError):  # and no other error: a store in trouble is not an empty one
             return []
         return sorted(int(match[1]) for name in names if (match := _STEP.search(name)))
 

@@ -241,7 +241,8 @@ def test_partial_checkpoint_is_named_as_such(
     assert stopped.partial
     assert "peft-lora of smollm2-135m (partial checkpoint)" in shown(stopped)
 
-    CheckpointStore(trained).mark(1, partial=False)  # as a run does that goes on and has nothing left to do
+    store = CheckpointStore(trained)
+    store.mark(store.manifests()[-1], partial=False)  # as a run does that goes on and has nothing left to do
     sampled.clear()
     unmarked = evaluate(config(checkpoint_dir=trained, **fields), folder, Silent())
     assert unmarked == stopped.model_copy(update={"partial": False}) == read_evaluation(folder)
