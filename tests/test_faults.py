@@ -18,7 +18,7 @@ from grpo_core.checkpoints import CheckpointStore
 from grpo_core.config import GRPOConfig, SFTConfig
 from grpo_core.errors import DiskFull, is_retryable
 from grpo_core.grpo import train_grpo
-from grpo_core.progress import Begun, Event, Notice, Silent
+from grpo_core.progress import Begun, Event, Silent, StepEvent
 from grpo_core.results import TrainingResult
 from grpo_core.sft import train_sft
 
@@ -28,22 +28,23 @@ KEPT = {"checkpoint_every": 1, "keep_last": 1}
 
 
 class Watcher(Recorder):
-    """Hears notices too, and the steps after which a run goes on; calls `at_step` after each step."""
+    """Hears also the steps after which a run goes on; calls `at_step` after each step."""
 
     def __init__(self, at_step: Callable[[int], None] = lambda step: None):
         super().__init__()
-        self.notices: list[str] = []
         self.begun: list[int] = []
         self._at_step = at_step
 
     def emit(self, event: Event) -> None:
         super().emit(event)
-        if isinstance(event, Notice):
-            self.notices.append(event.message)
-        elif isinstance(event, Begun):
+        if isinstance(event, Begun):
             self.begun.append(max((int(row["step"]) for row in event.history), default=0))
-        else:
+        elif isinstance(event, StepEvent):
             self._at_step(event.step)
+
+    @property
+    def told(self) -> list[str]:
+        return [notice.message for notice in self.notices]
 
 
 def seen_healthy(url: str) -> str:
@@ -98,7 +99,7 @@ def test_once_training_began_no_fault_that_passes_ends_it(
     assert result.digest == expected.digest
     assert {0, 4, 5} <= set(verified_steps(url))
     assert watcher.series("reward") and sum(chances.done.values()) > 5
-    assert any("trying again" in notice for notice in watcher.notices)
+    assert any("trying again" in notice for notice in watcher.told)
 
 
 def refused(operation: str, path: str) -> Outcome:
@@ -130,7 +131,7 @@ def test_store_that_fails_for_good_ends_training_where_it_can_go_on(
     with pytest.raises(OSError), never_without_a_checkpoint(seen_healthy(url)):
         train_grpo(config, watcher)
     faulty(healthy)
-    kept = [found for notice in watcher.notices if (found := re.search(r"of step (\d) .* stays in (\S+)", notice))]
+    kept = [found for notice in watcher.told if (found := re.search(r"of step (\d) .* stays in (\S+)", notice))]
     assert kept and all(int(found[1]) >= 2 for found in kept)
     begin = verified_steps(url)[-1]
     assert begin >= 1
@@ -157,7 +158,7 @@ def test_store_that_neither_lists_nor_deletes_keeps_more_until_it_does(
     watcher = Watcher(lambda step: faulty({1: stubborn, 4: healthy}.get(step, stubborn)))
     result = train_grpo(grpo(checkpoint_dir=url, checkpoint_every=1, keep_last=1), watcher)
     assert result.digest == expected.digest
-    assert any("could not be deleted" in notice and "AccessDenied" in notice for notice in watcher.notices)
+    assert any("could not be deleted" in notice and "AccessDenied" in notice for notice in watcher.told)
 
 
 def test_clock_that_jumps_changes_nothing(grpo: Callable[..., GRPOConfig], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,6 +277,6 @@ def verified_steps_elsewhere(url: str, monkeypatch: pytest.MonkeyPatch) -> list[
 
 
 def forget_what_stays(watcher: Watcher) -> None:
-    for notice in watcher.notices:
+    for notice in watcher.told:
         if found := re.search(r"stays in (\S+)", notice):
             shutil.rmtree(Path(found[1]).parent)
