@@ -20,10 +20,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from loops import Letters
-
 from grpo_core import config as configs
-from grpo_core.environments import registry
 from grpo_core.progress import Begun, Event, StepEvent, StopReason
 
 
@@ -106,10 +103,6 @@ def doom_call(call: str, nth: int, when: str, within: str | None = None) -> None
 
 
 def main() -> None:
-    known = registry.environment_class
-    lookup = lambda name: Letters if name == "letters" else known(name)  # noqa: E731
-    registry.environment_class = lookup
-    configs.environment_class = lookup
     job, told = sys.argv[1], json.load(sys.stdin)
     if told["kill_at"]:
         doom_call(**told["kill_at"])
@@ -131,10 +124,8 @@ def run(job: str, config: dict[str, Any], doom: Doom) -> dict[str, Any]:
         output_dir = config.pop("output_dir")
         return evaluate(configs.EvalConfig.parse(config), output_dir, doom).document()
     from flows.pipeline import pipeline
-    from grpo_core.compute import preview
     from tasks.monitoring import watching
 
-    preview.environment_class = registry.environment_class
     with watching(doom):
         return pipeline(configs.PipelineConfig.parse(config))
 
