@@ -104,9 +104,9 @@ def doom_call(call: str, nth: int, when: str, within: str | None = None) -> None
 
 def main() -> None:
     job, told = sys.argv[1], json.load(sys.stdin)
-    if told["kill_at"]:
+    if told.get("kill_at"):
         doom_call(**told["kill_at"])
-    print(json.dumps({"result": run(job, told["config"], Doom(job, told["kill_after_s"]))}), flush=True)
+    print(json.dumps({"result": run(job, told["config"], Doom(job, told.get("kill_after_s")))}), flush=True)
 
 
 def run(job: str, config: dict[str, Any], doom: Doom) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from servers import Server, mlflow_server, prefect_server
 from tracked import wait_for
 
+from flows.jobs import outcome
 from flows.pipeline import pipeline
 from flows.train_sft import train_sft
 from grpo_core.config import PipelineConfig, SFTConfig
@@ -147,7 +148,7 @@ def test_job_cancelled_while_mlflow_is_away_is_killed_there(
     assert state.is_cancelled() and [event.step for event in fate.heard["sft"] if "loss" in event.metrics] == [1, 2]
     mlflow.start()
     deliver_left_behind()
-    job_id = state.result(raise_on_failure=False)["job_id"]
+    job_id = outcome(state)["job_id"]
     assert stored_runs(mlflow, job_id)["sft"].info.status == "KILLED"
 
 
