@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import time
 from pathlib import Path
 from uuid import UUID
@@ -12,6 +10,7 @@ from uuid import UUID
 import pytest
 from prefect.client.orchestration import get_client
 from prefect.states import Running
+from tracked import ended_process
 
 import grpo_core.grpo
 from flows import stopping
@@ -88,10 +87,9 @@ def test_job_whose_process_is_gone_is_crashed_and_no_other(lab_home: Path, monke
         client.set_flow_run_state(UUID(str(flow_run_id)), Running(), force=True)
     assert get_job(job_id)["status"] == "running"  # this very process runs it
 
-    print_name = "from grpo_core.processes import Process; import json; print(json.dumps(vars(Process.this())))"
-    ended = subprocess.run([sys.executable, "-c", print_name], capture_output=True, text=True, check=True).stdout
-    assert Process(**json.loads(ended)).runs() is False
-    (lab_home / "artifacts" / job_id / PROCESS).write_text(ended)
+    ended = ended_process()
+    assert Process(**ended).runs() is False
+    (lab_home / "artifacts" / job_id / PROCESS).write_text(json.dumps(ended))
     job = get_job(job_id)
     assert (job["status"], job["message"]) == ("crashed", "the process that ran this job is gone")
 

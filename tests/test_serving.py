@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.request import urlopen
 from uuid import UUID
 
 import pytest
 from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Cancelling
+from servers import prefect_server
+from tracked import wait_for
 
 from grpo_core.checkpoints import CheckpointStore
 from grpo_core.config import GRPOConfig
@@ -34,13 +34,7 @@ pytestmark = pytest.mark.slow
 HERE = Path(__file__).parent
 
 
-def eventually(what: Callable[[], Any], within_s: float = 120.0) -> Any:
-    """What `what` returns, once that is true."""
-    ends = time.monotonic() + within_s
-    while not (found := what()):
-        assert time.monotonic() < ends, "it did not become true"
-        time.sleep(0.1)
-    return found
+eventually = partial(wait_for, within_s=120.0)
 
 
 def ended(job_id: str) -> dict[str, Any]:
@@ -48,8 +42,8 @@ def ended(job_id: str) -> dict[str, Any]:
 
 
 @contextmanager
-def running(*arguments: str) -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen([sys.executable, "-m", *arguments], stdout=subprocess.DEVNULL)
+def serving_jobs() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen([sys.executable, "-m", "lab.serving"])  # one at a time
     try:
         yield process
     finally:
@@ -61,34 +55,20 @@ def running(*arguments: str) -> Iterator[subprocess.Popen[bytes]]:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A Prefect server of its own; the folder of a lab that uses it."""
     folder = tmp_path_factory.mktemp("lab")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    url = f"http://127.0.0.1:{port}/api"
-    with pytest.MonkeyPatch.context() as environment:
+    with prefect_server(folder / "prefect") as prefect, pytest.MonkeyPatch.context() as environment:
+        url = f"{prefect.url}/api"
         environment.setenv("PREFECT_HOME", str(folder / "prefect"))
         environment.setenv("PREFECT_API_URL", url)
         environment.setenv("LAB_HOME", str(folder))
         environment.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{folder / 'mlflow.db'}")
         environment.setenv("PYTHONPATH", f"{HERE.parent}{os.pathsep}{HERE}")
-        with (
-            running("prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)),
-            temporary_settings({PREFECT_API_URL: url}),
-        ):
-            eventually(lambda: answers(f"{url}/health"))
+        with temporary_settings({PREFECT_API_URL: url}):
             yield folder
-
-
-def answers(url: str) -> bool:
-    try:
-        return urlopen(url).status == 200
-    except OSError:
-        return False
 
 
 @pytest.fixture
 def serving(server: Path) -> Iterator[None]:
-    with running("lab.serving", "--limit", "1"):
+    with serving_jobs():
         yield
 
 
@@ -173,7 +153,7 @@ def test_a_job_that_dies_with_its_serving_process_is_found(
 ) -> None:
     config = long_run("lost")
     assert config.checkpoint_dir is not None
-    with running("lab.serving") as serving:
+    with serving_jobs() as serving:
         job_id = submit(config)
         under_way(job_id, CheckpointStore(config.checkpoint_dir))
         serving.kill()
@@ -187,7 +167,7 @@ def test_a_job_that_dies_with_its_serving_process_is_found(
             return flow_run.state.type.value
 
         assert state() == "RUNNING"  # nobody has looked
-        with running("lab.serving"):
+        with serving_jobs():
             eventually(lambda: state() == "CRASHED")
             assert find_crashed() == []
             assert ended(submit(config))["result"]["digest"] == expected.digest

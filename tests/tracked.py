@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import cache
+from typing import TypeVar
 
 from mlflow.tracking import MlflowClient
 
@@ -15,6 +16,8 @@ from grpo_core.progress import StepEvent
 from tasks import tracking
 
 NEVER = 3600.0
+
+T = TypeVar("T")
 
 
 def open_run(name: str, job: str, **fields: object) -> tracking.TrackedRun:
@@ -38,13 +41,13 @@ def gone(*_: object, **__: object) -> None:
     raise ConnectionError("gone")
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    """The thread that delivers needs a moment, on a busy machine a long one."""
-    for _ in range(1000):
-        if condition():
-            return
+def wait_for(condition: Callable[[], T], within_s: float = 20.0) -> T:
+    """What the condition gives, once it is true. A thread or process needs a moment, on a busy machine a long one."""
+    ends = time.monotonic() + within_s
+    while not (found := condition()):
+        assert time.monotonic() < ends, "it did not come about"
         time.sleep(0.02)
-    raise AssertionError("it did not come about")
+    return found
 
 
 def dies(run: tracking.TrackedRun) -> None:
