@@ -19,6 +19,7 @@ from grpo_core.environments.registry import environment_class, environment_names
 from grpo_core.errors import ConfigError, LabError
 from grpo_core.files import read_json
 from lab import __version__, home, output, texts
+from lab.jobs import KINDS
 from lab.options import chosen, flags_of, merged, read_file
 from lab.output import Answer
 from tasks.places import located
@@ -106,10 +107,9 @@ class JobOptions:
     verbose: bool = False
 
 
-def _job_command(
-    config_class: type[JobConfig], flow: str, shown: Callable[[dict[str, Any]], list[Any]]
-) -> Callable[..., Answer]:
-    """A command with one flag per field of `config_class`, which runs `flow`."""
+def _job_command(config_class: type[JobConfig], shown: Callable[[dict[str, Any]], list[Any]]) -> Callable[..., Answer]:
+    """A command with one flag per field of `config_class`, which runs its flow."""
+    _, flow = KINDS[config_class]
 
     def command(*, flags: Any = None, options: Any = None) -> Answer:
         options = options or JobOptions()
@@ -161,10 +161,10 @@ def _previewed(document: dict[str, Any]) -> Answer:
     return Answer(document, partial(texts.previewed, document), 0 if document["launchable"] else BLOCKED)
 
 
-run_pipeline.command(_job_command(PipelineConfig, "pipeline", texts.pipeline), name="run")
-train.command(_job_command(SFTConfig, "train_sft", texts.training), name="sft")
-train.command(_job_command(GRPOConfig, "train_rl", texts.training), name="rl")
-evaluate.command(_job_command(EvalConfig, "eval_rl", texts.evaluation), name="rl")
+run_pipeline.command(_job_command(PipelineConfig, texts.pipeline), name="run")
+train.command(_job_command(SFTConfig, texts.training), name="sft")
+train.command(_job_command(GRPOConfig, texts.training), name="rl")
+evaluate.command(_job_command(EvalConfig, texts.evaluation), name="rl")
 
 
 @app.command

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from grpo_core.config import Config
 from grpo_core.errors import LabError
@@ -18,12 +18,15 @@ from grpo_core.progress import StopNow
 from lab import home
 from lab.progress import TerminalProgress
 
+if TYPE_CHECKING:
+    from prefect import Flow
+
 
 def run(flow_name: str, config: Config, verbose: bool = False) -> dict[str, Any]:
     """Run a flow to its end and return its result document, whose `status` says whether it was cancelled.
 
     Args:
-        flow_name: name of the flow and of its module in `flows`.
+        flow_name: see `load_flow`.
 
     Raises:
         LabError: the job was refused or failed on purpose.
@@ -31,7 +34,7 @@ def run(flow_name: str, config: Config, verbose: bool = False) -> dict[str, Any]
     """
     home.prepare(verbose)
     _tell_what_starts()
-    flow = getattr(import_module(f"flows.{flow_name}"), flow_name)
+    flow = load_flow(flow_name)
     from flows.jobs import outcome
     from tasks.monitoring import watching
 
@@ -40,6 +43,11 @@ def run(flow_name: str, config: Config, verbose: bool = False) -> dict[str, Any]
     with TerminalProgress() as progress, watching(progress):
         state = flow(config, return_state=True)
     return outcome(state)
+
+
+def load_flow(name: str) -> Flow[..., Any]:
+    """The flow of that name, which is also its module's in `flows`. Imports Prefect."""
+    return getattr(import_module(f"flows.{name}"), name)
 
 
 def _tell_what_starts() -> None:

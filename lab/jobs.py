@@ -25,11 +25,11 @@ DEPLOYMENT = "lab"
 
 KINDS: dict[type[JobConfig], tuple[str, str]] = {
     PipelineConfig: ("pipeline", "pipeline"),
-    SFTConfig: ("sft", "train-sft"),
-    GRPOConfig: ("train", "train-rl"),
-    EvalConfig: ("eval", "eval-rl"),
+    SFTConfig: ("sft", "train_sft"),
+    GRPOConfig: ("train", "train_rl"),
+    EvalConfig: ("eval", "eval_rl"),
 }
-"""Of each config, the kind of its jobs and the name of its flow."""
+"""Of each config, the kind of its jobs, and the name of its flow's function and module in `flows`."""
 
 STATUSES = {
     "SCHEDULED": "queued",
@@ -69,13 +69,14 @@ def submit_job(config: JobConfig) -> dict[str, Any]:
     from prefect.exceptions import ObjectNotFound
 
     kind, flow = KINDS[type(config)]
+    deployment_name = f"{flow.replace('_', '-')}/{DEPLOYMENT}"
     config = located(config).resolved()
     admit(config)
     with _client() as client:
         try:
-            deployment = client.read_deployment_by_name(f"{flow}/{DEPLOYMENT}")
+            deployment = client.read_deployment_by_name(deployment_name)
         except ObjectNotFound:
-            message = f"the Prefect API has no deployment {flow}/{DEPLOYMENT}"
+            message = f"the Prefect API has no deployment {deployment_name}"
             raise NotServed(message, hint="start a serving process: python -m lab.serving") from None
         run = client.create_flow_run_from_deployment(
             deployment.id, parameters={"config": config.model_dump(mode="json")}, tags=[JOB_TAG, kind]
@@ -194,7 +195,6 @@ def _record(client: SyncPrefectClient, run: FlowRun) -> dict[str, Any]:
     if status == "running" and CANCEL_TAG in run.tags:
         status = "cancelling"
     result = _document(run.name, RESULT) or {}
-    config = _document(run.name, CONFIG) or run.parameters.get("config") or {}
     return {
         "job_id": run.name,
         "flow_run_id": str(run.id),
@@ -205,10 +205,16 @@ def _record(client: SyncPrefectClient, run: FlowRun) -> dict[str, Any]:
         "created_at": _iso(run.created),
         "started_at": _iso(run.start_time),
         "ended_at": _iso(run.end_time),
-        "checkpoint_dir": result.get("checkpoint_dir") or config.get("checkpoint_dir") or run_folder(run.name),
+        "checkpoint_dir": result.get("checkpoint_dir") or _checkpoint_dir(run),
         "partial": result.get("partial", False),
         "error": result.get("error"),
     }
+
+
+def _checkpoint_dir(run: FlowRun) -> str:
+    """Where a job keeps its checkpoints, as its config says; Prefect's copy of that is all there is before it runs."""
+    config = _document(run.name, CONFIG) or run.parameters.get("config") or {}
+    return config.get("checkpoint_dir") or run_folder(run.name)
 
 
 def _is_gone(run: FlowRun) -> bool:

@@ -11,11 +11,12 @@ import argparse
 import logging
 import os
 import threading
+import time
 from datetime import timedelta
-from importlib import import_module
 
 from grpo_core.errors import ConfigError
 from lab import home
+from lab.embedded import load_flow
 from lab.jobs import DEPLOYMENT, KINDS, find_crashed
 from tasks.places import JOB_TAG
 from tasks.tracking import deliver_left_behind
@@ -43,11 +44,8 @@ def serve(limit: int = 1) -> None:
 
     deployments = []
     for kind, name in KINDS.values():
-        module = name.replace("-", "_")
-        flow = getattr(import_module(f"flows.{module}"), module)
-        deployments.append(
-            flow.to_deployment(DEPLOYMENT, tags=[JOB_TAG, kind], entrypoint_type=EntrypointType.MODULE_PATH)
-        )
+        tags, entrypoint_type = [JOB_TAG, kind], EntrypointType.MODULE_PATH
+        deployments.append(load_flow(name).to_deployment(DEPLOYMENT, tags=tags, entrypoint_type=entrypoint_type))
     _give_up_silent_machines()
     threading.Thread(target=_look_after_jobs, daemon=True).start()
     # The limit is the runner's: a deployment's own crashes healthy runs when the server was restarted.
@@ -62,7 +60,7 @@ def _look_after_jobs() -> None:
             deliver_left_behind()
         except Exception as error:  # an API that is away for a while
             logger.warning("jobs cannot be looked after: %s", error)
-        threading.Event().wait(LOOK_EVERY_S)
+        time.sleep(LOOK_EVERY_S)
 
 
 def _give_up_silent_machines() -> None:
