@@ -59,10 +59,10 @@ def evaluate(config: EvalConfig, output_dir: str, monitor: Monitor, job_id: str 
     base = load_base_model(config.family, config.model_dir, config.device, config.dtype)
     policy, digest, partial = _load_policy(config, base)
     settings = evaluation_settings(config, base)
-    of = {"settings_hash": settings_hash(settings), "checkpoint_digest": digest}
-    finished = FinishedBatches(output_dir, {**of, "layout": numeric_layout(base)})
+    subject = {"settings_hash": settings_hash(settings), "checkpoint_digest": digest}
+    finished = FinishedBatches(output_dir, {**subject, "layout": numeric_layout(base)})
     stored = _stored(output_dir)
-    if stored and stored.model_dump(include=set(of)) == of:
+    if stored and stored.model_dump(include=set(subject)) == subject:
         result = stored.model_copy(update={"partial": partial})  # a run may have gone on, or stopped, without a step
     else:
         items = score_problems(
@@ -89,7 +89,7 @@ def evaluate(config: EvalConfig, output_dir: str, monitor: Monitor, job_id: str 
             settings=settings,
             duration_s=time.monotonic() - started,
             per_task=items,
-            **of,
+            **subject,
             **summary(items),
         )
     if result != stored:

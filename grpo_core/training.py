@@ -39,7 +39,6 @@ Metrics = dict[str, float]
 NO_SIGNAL_STEPS = 10
 """A run whose first steps give the optimizer nothing at all is ended after this many."""
 
-
 LONG_STEP_S = 20.0
 """A step of more is warned about: Prefect kills a process 30 s after its own cancellation."""
 

@@ -12,6 +12,7 @@ taken for a part of this one: it counts as not there, and is overwritten.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from grpo_core.errors import ConfigError, NotFoundError
@@ -69,7 +70,7 @@ class FinishedBatches:
         """
         fs, path = opened_url(self._folder)
         fs.invalidate_cache()
-        if fs.exists(path):
+        with suppress(FileNotFoundError):  # asked first, a store in trouble would say that there is none
             fs.rm(path, recursive=True)
 
     def _read(self, number: int, batch: str) -> list[ItemResult] | None:
